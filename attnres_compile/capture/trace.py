@@ -1,0 +1,127 @@
+"""Model to fx graph: torch.export, Dynamo where that fails, symbolic tracing last."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _pytree as pytree
+
+from attnres_compile.capture.copies import shared_copy
+from attnres_compile.capture.inputs import Inputs
+from attnres_compile.errors import CaptureError
+
+
+@dataclass
+class Captured:
+    """A graph of a model's forward, with fake tensors in ``meta["val"]``.
+
+    Attributes:
+        module: the graph.
+        inputs: a value per placeholder: parameters, buffers and the example inputs.
+        front_end: what traced it.
+        program: the exported program that it belongs to, None for a symbolic trace.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Any]
+    front_end: str
+    program: torch.export.ExportedProgram | None
+
+
+def capture(model: nn.Module, inputs: Inputs) -> Captured:
+    """Trace the forward in eval mode, on a copy.
+
+    Raises:
+        CaptureError: no front end could; the message says what each of them said.
+    """
+    front_ends: tuple[tuple[str, Callable[[nn.Module, Inputs], Captured]], ...] = (
+        ("torch.export", lambda m, i: _export(m, i, strict=False)),
+        ("Dynamo", lambda m, i: _export(m, i, strict=True)),
+        ("symbolic trace", _symbolic_trace),
+    )
+    failures = []
+    for name, trace in front_ends:
+        try:
+            with _quiet():
+                captured = trace(shared_copy(model).eval(), inputs)
+        except Exception as error:  # a front end may fail in any way; the next one is asked
+            failures.append(f"  {name}: {type(error).__name__}: {_first_lines(error)}")
+        else:
+            captured.front_end = name
+            return captured
+    raise CaptureError(f"{type(model).__name__} could not be traced:\n" + "\n".join(failures))
+
+
+def from_program(program: torch.export.ExportedProgram, inputs: Inputs) -> Captured:
+    """The graph of an exported program; non-user inputs are marked ``is_parameter``."""
+    leaves = iter(pytree.tree_leaves((inputs.args, inputs.kwargs), is_leaf=lambda leaf: leaf is None))
+    values: list[Any] = []
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            found = next(leaves, None)
+            values.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else found)
+            continue
+        node.meta["is_parameter"] = True
+        target = str(spec.target)
+        values.append(program.state_dict[target] if target in program.state_dict else program.constants[target])
+    return Captured(program.graph_module, values, "torch.export", program)
+
+
+def from_graph(module: fx.GraphModule, inputs: Inputs) -> Captured:
+    """A graph module as it is, with fake tensors filled in."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values: list[Any] = list(inputs.args)
+    for node in placeholders[len(values) :]:
+        default = node.args[0] if node.args else None
+        values.append(inputs.kwargs.get(str(node.target), default))
+    if any("val" not in node.meta for node in module.graph.nodes if node.op not in ("output", "get_attr")):
+        with _quiet():
+            FakeTensorProp(module).propagate(*values)
+    return Captured(module, values, "fx graph", None)
+
+
+def _export(model: nn.Module, inputs: Inputs, *, strict: bool) -> Captured:
+    program = torch.export.export(model, inputs.args, inputs.kwargs, strict=strict)
+    return from_program(program, inputs)
+
+
+class _Tracer(fx.Tracer):
+    """Traces into every module but the leaves of ``torch.nn``."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return super().is_leaf_module(m, module_qualified_name) and not any(True for _ in m.children())
+
+
+def _symbolic_trace(model: nn.Module, inputs: Inputs) -> Captured:
+    concrete = {key: value for key, value in inputs.kwargs.items() if not isinstance(value, torch.Tensor)}
+    graph = _Tracer(record_stack_traces=True).trace(model, concrete_args=concrete or None)
+    module = fx.GraphModule(model, graph, type(model).__name__)
+    tensors = {key: value for key, value in inputs.kwargs.items() if key not in concrete}
+    return from_graph(module, Inputs(inputs.args, tensors))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No fused encoder fast path (it hides the adds), no warnings about what tracing does to a throw-away copy."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:400]

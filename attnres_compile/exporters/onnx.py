@@ -1,0 +1,297 @@
+"""One ONNX file for every runtime: depth attention as custom nodes, each with a model-local function behind it.
+
+ONNX Runtime inlines the functions. TensorRT takes a plugin of the node's name, ``plugin_namespace`` and
+``plugin_version`` when one is registered, and the function otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from attnres_compile.errors import ExportError, MissingDependencyError, OptionError
+from attnres_compile.exporters.example_call import (
+    ExampleCall,
+    Outputs,
+    Shapes,
+    axis_names,
+    dynamic_shapes_of,
+    enlarged,
+    evaluated,
+    example_call,
+    other_sizes,
+    without_names,
+)
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+# torch's exporter writes invalid models above, and its converter reaches no lower.
+OPSETS: Final = range(20, 26)
+
+
+@dataclass(frozen=True)
+class OnnxExport:
+    """What ``export_onnx`` wrote.
+
+    Attributes:
+        path: the file.
+        nodes: number of custom nodes by type, e.g. ``{"DepthAttentionN2": 1, "Merge": 4}``.
+        functions: types of the custom nodes that have a function in the file: all of them.
+        parity: the outputs' names, each with its largest absolute difference between ONNX Runtime and PyTorch.
+        atol: what no difference exceeds.
+    """
+
+    path: Path
+    nodes: dict[str, int]
+    functions: tuple[str, ...]
+    parity: tuple[tuple[str, float], ...]
+    atol: float
+
+
+def export_onnx(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] | dict[str, Any] | Tensor | None,
+    path: str | os.PathLike[str],
+    *,
+    dynamic_shapes: Shapes | None = None,
+    opset_version: int = 23,
+    atol: float = 1e-4,
+    output: Callable[[Any], Any] | None = None,
+    echo: Callable[[str], None] | None = print,
+) -> OnnxExport:
+    """Export a model to one ONNX file, and compare the file with PyTorch before it gets its name.
+
+    The model runs in eval mode, without gradients and, where its ``forward`` has ``use_cache``, without a cache. The
+    depth-attention operators become nodes of domain ``attnres_compile``: ``DepthAttentionN<n>`` and ``InterBlockN<n>``
+    for n sources, ``Merge``, and ``MergeFirst`` for a block's first read. Weights beyond 1.5 GB lie beside the file, in
+    ``<path>.data``. The file passes ONNX's checker and runs in ONNX Runtime, on the example inputs and, with dynamic
+    axes, at other sizes.
+
+    Args:
+        model: a module in fp32 or fp16, or an ExportedProgram.
+        args: example inputs: a tensor, a tuple, a mapping of keyword inputs such as a BatchEncoding; None for those of
+            the ExportedProgram, or the ``dummy_inputs`` of a Hugging Face model.
+        path: the file; an existing one is replaced.
+        dynamic_shapes: as ``torch.export.export`` takes them; parameters left out are static, ``{}`` makes all static.
+            None: axis 0 of all tensors is dynamic, and axis 1 of integer tensors ``[batch, length]``.
+        opset_version: version of the standard operator set, 20 to 25.
+        atol: largest absolute difference that is allowed between ONNX Runtime and PyTorch.
+        output: picks what is exported from the model's result, e.g. ``operator.attrgetter("logits")``; None exports all
+            its tensors.
+        echo: takes a line for each output's comparison, and one for the file; None for silence.
+
+    Returns:
+        What was written.
+
+    Raises:
+        MissingDependencyError: onnx, onnxscript, onnx-ir or onnxruntime is missing.
+        OptionError: ``opset_version`` is not supported, or ``dynamic_shapes`` is given for an ExportedProgram.
+        InputError: the example inputs do not fit the model.
+        ExportError: the path cannot be written to; the model cannot be captured or translated; the checker or ONNX
+            Runtime rejects the result; a difference exceeds ``atol``. No file is left behind.
+    """
+    _check_dependencies()
+    _check_options(model, dynamic_shapes, opset_version)
+    say = echo or (lambda line: None)
+    target = Path(path)
+    with _staging_folder(target) as folder, _quiet():
+        call = example_call(model, args, output)
+        with evaluated(call.module):
+            expected = call.outputs()
+            program, names = _capture(model, call, dynamic_shapes)
+            runs = _runs(program, call, expected)
+            translated = _translate(program, names, [name for name, _ in expected], opset_version)
+            nodes = _add_functions(translated)
+            _save_and_check(translated, folder / target.name)
+            parity = _compare(folder / target.name, runs, atol, say)
+        _publish(folder, target)
+    listing = ", ".join(f"{name} ×{count}" for name, count in nodes.items()) or "no custom nodes"
+    say(f"✓ {target}: {listing}")
+    return OnnxExport(target, nodes, tuple(nodes), parity, atol)
+
+
+def _check_dependencies() -> None:
+    for module in ("onnx", "onnxscript", "onnx_ir", "onnxruntime"):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"ONNX export needs {module}, which cannot be imported ({error}): pip install 'attnres-compile[onnx]'"
+            ) from error
+
+
+def _check_options(model: nn.Module | ExportedProgram, shapes: Shapes | None, opset: int) -> None:
+    if opset not in OPSETS:
+        raise OptionError(f"opset_version is {OPSETS[0]} to {OPSETS[-1]}, got {opset}")
+    if isinstance(model, ExportedProgram) and shapes is not None:
+        raise OptionError("the dynamic shapes of an ExportedProgram are fixed; give them to torch.export.export")
+
+
+@contextmanager
+def _staging_folder(target: Path) -> Iterator[Path]:
+    """A folder beside the target, on its file system: made before the long work, since the path may not be writable."""
+    if target.is_dir():
+        raise ExportError(f"cannot write {target}: it is a folder")
+    try:
+        folder = TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise ExportError(f"cannot write {target}: {error.strerror or error} ({target.parent})") from error
+    with folder as name:
+        yield Path(name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch's exporter says about itself, which nobody who exports a model can act on."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # a list of the torchvision operators that are not there
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _capture(
+    model: nn.Module | ExportedProgram, call: ExampleCall, given: Shapes | None
+) -> tuple[ExportedProgram, dict[str, str]]:
+    """The exported program, and names for its dynamic axes."""
+    if isinstance(model, ExportedProgram):
+        return model, {}
+    shapes = dynamic_shapes_of(call, given)
+    captured = enlarged(call, shapes)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(
+                call.module, captured.args, captured.kwargs, dynamic_shapes=without_names(shapes), strict=False
+            )
+    except Exception as error:
+        raise ExportError(
+            f"torch.export cannot capture the model with dynamic_shapes={shapes}: {error}\n"
+            "If an axis cannot be dynamic, leave it out of dynamic_shapes."
+        ) from error
+    return program, axis_names(program, shapes)
+
+
+def _translate(
+    program: ExportedProgram, axes: dict[Any, str], outputs: list[str], opset: int
+) -> torch.onnx.ONNXProgram:
+    from onnxscript import optimizer
+
+    from attnres_compile.exporters.onnx_translation import translation_table
+
+    table = translation_table(opset)
+    for node in program.graph.nodes:
+        if node.target in table and any(t.dtype == torch.float64 for t in _tensors(node.meta["val"])):
+            raise ExportError(f"the exported functions compute in float32: convert the model with .float() ({node})")
+    try:
+        translated = torch.onnx.export(
+            program,
+            output_names=outputs,
+            opset_version=opset,
+            custom_translation_table=table,
+            verbose=False,
+            dynamo=True,
+            optimize=False,
+        )
+    except Exception as error:
+        raise ExportError(f"torch.onnx cannot translate the model: {error}") from error
+    assert translated is not None
+    if translated.model.opset_imports[""] != opset:
+        raise ExportError(f"torch.onnx cannot convert this model to opset {opset}; 23 needs no conversion")
+    # torch's own optimisation adds fusions, of which that of rotary embeddings (onnxscript 0.7) loses the broadcast of
+    # cos and sin over the batch.
+    optimizer.optimize(translated.model)
+    translated.rename_axes(axes)
+    return translated
+
+
+def _tensors(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _add_functions(translated: torch.onnx.ONNXProgram) -> dict[str, int]:
+    """Give every type of custom node its function. Returns the number of custom nodes by type."""
+    import onnx_ir as ir
+
+    from attnres_compile.exporters.onnx_functions import DOMAIN, function_proto
+
+    model: ir.Model = translated.model
+    bodies: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    every = chain.from_iterable(ir.traversal.RecursiveGraphIterator(body) for body in bodies)
+    nodes = Counter(node.op_type for node in every if node.domain == DOMAIN)
+    for name in sorted(nodes):
+        function = ir.serde.deserialize_function(function_proto(name, model.opset_imports[""]))
+        model.functions[function.identifier()] = function
+    return dict(sorted(nodes.items()))
+
+
+def _save_and_check(translated: torch.onnx.ONNXProgram, path: Path) -> None:
+    import onnx
+
+    translated.save(path)
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:
+        raise ExportError(f"ONNX's checker rejects the exported model: {error}") from error
+
+
+def _runs(program: ExportedProgram, call: ExampleCall, expected: Outputs) -> list[tuple[ExampleCall, Outputs]]:
+    """The example call and, for a program with dynamic axes, the first of its other sizes that the model accepts."""
+    refusals = []
+    for other in other_sizes(program, call):
+        try:
+            return [(call, expected), (other, other.outputs())]
+        except Exception as error:
+            refusals.append(f"{[tuple(t.shape) for t in other.tensors()]}: {error}")
+    if refusals:
+        raise ExportError(
+            "the model accepts no other size of its dynamic axes; leave those that are static out of dynamic_shapes. "
+            "Tried " + "; ".join(refusals)
+        )
+    return [(call, expected)]
+
+
+def _compare(
+    path: Path, runs: list[tuple[ExampleCall, Outputs]], atol: float, say: Callable[[str], None]
+) -> tuple[tuple[str, float], ...]:
+    """Largest difference per output over all runs, reported line by line."""
+    from attnres_compile.exporters.onnx_parity import Session, largest_difference
+
+    session = Session(path)
+    differences: dict[str, float] = {}
+    for call, outputs in runs:
+        actual = session.run(call.tensors())
+        if len(actual) != len(outputs):
+            raise ExportError(f"the exported model has {len(actual)} outputs, the model {len(outputs)}")
+        for value, (name, expected) in zip(actual, outputs, strict=True):
+            differences[name] = max(differences.get(name, 0.0), largest_difference(value, expected))
+    for name, difference in differences.items():
+        say(f"{'✓' if difference <= atol else '✗'} {name} max |Δ| {difference:.1e} (atol {atol:g})")
+    wrong = [name for name, difference in differences.items() if not difference <= atol]
+    if wrong:
+        raise ExportError(f"the exported model differs from PyTorch by more than atol={atol:g} in {', '.join(wrong)}")
+    return tuple(differences.items())
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Move everything into place, the model last: it must never point to weights that are not there yet."""
+    for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
+        os.replace(file, target.parent / file.name)

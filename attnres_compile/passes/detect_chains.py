@@ -1,0 +1,112 @@
+"""Find the residual chains of a graph and who reads which of their states.
+
+Before::
+
+    %h  = embedding(...)                                    no node is special
+    %n  = layer_norm(%h)      %f = linear(%n)      %a = add(%h, %f)
+    %n2 = layer_norm(%a)      %g = linear(%n2)     %b = add(%a, %g)
+    %y  = layer_norm(%b)
+
+After (data; the graph is unchanged)::
+
+    chain: source %h, pushes %a (1) and %b (2), readers {0: [%n], 1: [%n2], 2: [%y]}
+
+The streams are followed with the arithmetic of ``attnres_compile.stream``: what a live stream would do at an
+operation is what the chain records there. A module that only reads is a boundary: it receives one read for all of
+its operations. Leaves alone sums that continue no stream, and chains of fewer than two sublayers (refused).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import fx
+
+from attnres_compile.arithmetic import METADATA
+from attnres_compile.chains import Refusal, ResidualChain
+from attnres_compile.passes import _nodes, residual_sums, starts
+from attnres_compile.passes.base import Subject
+from attnres_compile.passes.follow import Boundaries, follow
+
+NORMS = frozenset({"layer_norm", "rms_norm", "batch_norm", "group_norm", "native_layer_norm", "LayerNorm", "RMSNorm"})
+ACTIVATIONS = frozenset({"relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu"})
+
+
+@dataclass(frozen=True)
+class DetectChains:
+    """Pass: see the module's text."""
+
+    def __call__(self, subject: Subject) -> bool:
+        """Find the chains and the refused candidates; True when there are others than before."""
+        before = [(chain.source, len(chain.pushes)) for chain in subject.chains]
+        chains, subject.refusals = detect(subject.module)
+        if [(chain.source, len(chain.pushes)) for chain in chains] == before:
+            return False
+        subject.chains = chains
+        return True
+
+
+def detect(module: fx.GraphModule) -> tuple[list[ResidualChain], list[Refusal]]:
+    """Chains in execution order, and what looked like one but is not."""
+    sums = residual_sums.find(module)
+    evidence = {add.node for add in sums}
+    sources = starts.sources(module, sums)
+    chains, _ = follow(module, sources, Boundaries({}, {}))
+    for chain in chains:
+        # A live model can start a stream only where a value crosses a module boundary.
+        if chain.start is None and chain.pushes and (moved := starts.upstream(chain, module)) is not None:
+            sources = {**sources, moved[0]: moved[1]}
+    chains, inside = _with_boundaries(module, sources, evidence)
+    kept = [chain for chain in chains if chain.sublayers >= 2]
+    refusals = [
+        Refusal(_why_not(chain, module), chain.pushes[0].node.name, _nodes.location(chain.pushes[0].node))
+        for chain in chains
+        if chain.sublayers < 2 and chain.pushes
+    ]
+    if len(kept) < len(chains):
+        # What a refused stream passes through must not count: follow the others alone.
+        sources = {chain.source: sources[chain.source] for chain in kept}
+        kept, inside = _with_boundaries(module, sources, evidence)
+    for chain in kept:
+        _anchor(chain)
+        chain.boundaries = {node: key for node, key in inside.items() if any(node in r for r in chain.readers.values())}
+    return kept, refusals
+
+
+def _with_boundaries(
+    module: fx.GraphModule, sources: dict[fx.Node, starts.Source], evidence: set[fx.Node]
+) -> tuple[list[ResidualChain], dict[fx.Node, str]]:
+    """Follow the streams, with the outermost modules that only read as boundaries where no push is lost by that."""
+    free, _ = follow(module, sources, Boundaries({}, {}))
+    essential = [chain.main_path(evidence) for chain in free]
+    for outermost in (True, False):
+        boundaries = Boundaries.around(free, essential, outermost=outermost)
+        bounded, inside = follow(module, sources, boundaries)
+        kept = {chain.source: {push.node for push in chain.pushes} for chain in bounded}
+        if all(main <= kept.get(chain.source, set()) for chain, main in zip(free, essential, strict=True)):
+            return bounded, inside
+    return follow(module, sources, Boundaries.exits(free))
+
+
+def _anchor(chain: ResidualChain) -> None:
+    """Record for each module inside the container at which positions the stream enters it, visit by visit."""
+    entries: dict[str, dict[str, int]] = defaultdict(dict)
+    for push in chain.pushes:
+        stack = _nodes.calls(push.node)
+        depth = next((i for i, call in enumerate(stack) if call.path == chain.container), 0)
+        for call in stack[depth + 1 :]:
+            entries[call.path].setdefault(call.key, push.position - 1)
+    chain.anchors = {path: tuple(sorted(visits.values())) for path, visits in entries.items()}
+
+
+def _why_not(chain: ResidualChain, module: fx.GraphModule) -> str:
+    push = chain.pushes[-1].node
+    names = {_nodes.name_of(reader, module) for readers in chain.readers.values() for reader in readers}
+    following = {_nodes.name_of(user, module) for user in push.users} - METADATA
+    if following and following <= NORMS or (following & NORMS and len(chain.pushes) == 1):
+        return "post-norm: the sum is normalised before the next add, so no residual stream goes on"
+    if following & ACTIVATIONS:
+        return "activation after the add: the sum passes through it before the next add, so no residual stream goes on"
+    count = len(chain.pushes)
+    return f"the stream ends after {count} add{'s' * (count > 1)}; it is read next by {', '.join(sorted(names)) or 'nothing'}"

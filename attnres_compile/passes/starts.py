@@ -1,0 +1,111 @@
+"""Where streams start: the value that crosses into the first module that holds an add, and its feature axis."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import fx
+
+from attnres_compile.arithmetic import CASTS, DROPOUTS, PERMUTATIONS, UNCHANGED, permutation, as_addition
+from attnres_compile.chains import ResidualChain, Start
+from attnres_compile.passes import _nodes
+from attnres_compile.passes.residual_sums import ResidualSum, carried_input
+
+CHANNELS_FIRST = frozenset(
+    {"conv1d", "conv2d", "conv3d", "convolution", "group_norm", "batch_norm", "instance_norm", "GroupNorm"}
+    | {"BatchNorm1d", "BatchNorm2d", "Conv1d", "Conv2d", "Conv3d", "cudnn_batch_norm", "_native_batch_norm_legit"}
+)
+FEATURES_LAST = frozenset({"layer_norm", "rms_norm", "linear", "LayerNorm", "RMSNorm", "Linear", "matmul", "addmm", "mm"})
+
+
+class Source(NamedTuple):
+    """A chain's source: its feature axis (from the end), and the module boundary that it crosses, if any."""
+
+    axis: int
+    start: Start | None
+
+
+def sources(module: fx.GraphModule, sums: Iterable[ResidualSum]) -> dict[fx.Node, Source]:
+    """Nodes at which a stream may start, by first add; one that turns out to be carried starts nothing."""
+    sums = list(sums)
+    found: dict[fx.Node, Source] = {}
+    seen = {add.node for add in sums}
+    for add in sums:
+        if add.root not in seen:
+            seen.add(add.root)
+            node, start = _crossing(list(add.path), _nodes.calls(add.node)) or (add.root, None)
+            axis = feature_axis(node, module)
+            width = (_nodes.shape(node) or (None,))[axis]
+            if node not in found and isinstance(width, int):
+                found[node] = Source(axis, start)
+    return found
+
+
+def upstream(chain: ResidualChain, module: fx.GraphModule) -> tuple[fx.Node, Source] | None:
+    """For a source made beside the first add: the module output that it is a sum or a scaled form of, if any."""
+    path = [chain.source]
+    for _ in range(8):
+        previous = _upstream(path[-1], module)
+        if previous is None:
+            return None
+        path.append(previous)
+        crossing = _crossing(path[-1:], _nodes.calls(chain.pushes[0].node))
+        if crossing is not None:
+            return crossing[0], Source(feature_axis(crossing[0], module), crossing[1])
+    return None
+
+
+def _crossing(path: list[fx.Node], inside: tuple[_nodes.Call, ...]) -> tuple[fx.Node, Start] | None:
+    root = path[-1]
+    outer = _nodes.calls(root)
+    if root.op == "get_attr" or (root.op == "placeholder" and root.meta.get("is_parameter")):
+        return None
+    shared = 0
+    while shared < min(len(inside), len(outer)) and inside[shared].key == outer[shared].key:
+        shared += 1
+    if shared < len(inside):
+        entered = inside[shared]
+        node = next(n for n in path if all(call.key != entered.key for call in _nodes.calls(n)))
+        return node, Start(entered.path, "argument", _nodes.shape(node) or ())
+    if shared < len(outer):
+        left = outer[shared]
+        node = next(n for n in path if any(call.key == left.key for call in _nodes.calls(n)))
+        return node, Start(left.path, "output", _nodes.shape(node) or ())
+    return None
+
+
+def _upstream(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:
+    if (source := carried_input(node, module)) is not None:
+        return source
+    if node.op not in ("call_function", "call_method"):
+        return None
+    addition = as_addition(_nodes.name_of(node, module), node.args, node.kwargs)
+    if addition is None or addition.product is not None:
+        return None
+    operands = [o for o in (addition.skip, addition.branch) if isinstance(o, fx.Node) and o.op != "get_attr"]
+    return next((o for o in operands if _nodes.shape(o) == _nodes.shape(node) and _nodes.calls(o)), None)
+
+
+def feature_axis(source: fx.Node, module: fx.GraphModule) -> int:
+    """The axis that the first norm, convolution or matrix product downstream normalises or mixes."""
+    ndim = len(_nodes.shape(source) or ())
+    queue = deque([(source, list(range(ndim)))])
+    seen = {source}
+    while queue:
+        node, order = queue.popleft()
+        for user in node.users:
+            name = _nodes.name_of(user, module)
+            if name in CHANNELS_FIRST and len(order) > 2:
+                return order[1] - ndim
+            if name in FEATURES_LAST:
+                return order[-1] - ndim
+            passes_on = name in UNCHANGED or name in CASTS or name in DROPOUTS or name in ("add", "add_", "mul")
+            after = order
+            if name in PERMUTATIONS and (moved := permutation(name, user.args, len(order))) is not None:
+                passes_on, after = True, [order[i] for i in moved]
+            if passes_on and user not in seen and len(_nodes.shape(user) or ()) == ndim and len(seen) < 64:
+                seen.add(user)
+                queue.append((user, after))
+    return -1
