@@ -1,0 +1,35 @@
+"""Attention Residuals (arXiv 2603.15031) for any PyTorch model: a compiler pass over its residual stream."""
+
+from attnres_compile import ops
+from attnres_compile.api import inspect, transform, verify
+from attnres_compile.config import AttnResConfig
+from attnres_compile.errors import (
+    AttnResError,
+    CaptureError,
+    ExportError,
+    InputError,
+    MissingDependencyError,
+    OptionError,
+    RefusedError,
+    VerificationError,
+)
+from attnres_compile.report import AttnResReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttnResConfig",
+    "AttnResError",
+    "AttnResReport",
+    "CaptureError",
+    "ExportError",
+    "InputError",
+    "MissingDependencyError",
+    "OptionError",
+    "RefusedError",
+    "VerificationError",
+    "inspect",
+    "ops",
+    "transform",
+    "verify",
+]

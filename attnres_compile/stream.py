@@ -5,6 +5,7 @@ The same arithmetic serves live tensors and, with ``torch.fx.Proxy`` sources, th
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -255,16 +256,18 @@ def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         if pushed is not None:
             return pushed
     elif name in METADATA:
-        return target(*_replace(args, lambda s: s.blocks[0]), **_replace(kwargs, lambda s: s.blocks[0]))
+        return target(*map_streams(args, lambda s: s.blocks[0]), **map_streams(kwargs, lambda s: s.blocks[0]))
     else:
         carried = _carried(target, name, args, kwargs)
         if carried is not None:
             return carried
     if args and is_stream(args[0]) and (name == "setitem" or (name.endswith("_") and not name.endswith("__"))):
         if name == "requires_grad_":
+            for source in args[0].sources:
+                source.requires_grad_(*args[1:], **kwargs)
             return args[0]
         raise RefusedError(f"`{name}` changes the residual stream in place{_caller()}; write it out of place")
-    return target(*_replace(args, Stream.read), **_replace(kwargs, Stream.read))
+    return target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
 
 
 def _pushed(addition: Addition) -> Stream | None:
@@ -275,7 +278,7 @@ def _pushed(addition: Addition) -> Stream | None:
         return None
     if is_stream(branch) and branch.plan is not skip.plan:
         return None
-    operand = Addition(skip, _replace(branch, Stream.read), addition.factor, addition.product)
+    operand = Addition(skip, map_streams(branch, Stream.read), addition.factor, addition.product)
     value = operand.branch_value(lambda target, *args: target(*args))
     if isinstance(value, NUMBERS) and value == 0:
         return skip
@@ -307,7 +310,7 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
             stream.stale = f"by an in-place `{name}`{_caller()}"
         return scaled
     # A first look at one source decides: the shape of the result tells whether the tokens stayed whole.
-    first = _replace(target(stream.blocks[0], *rest, **kwargs), Stream.read)
+    first = map_streams(target(stream.blocks[0], *rest, **kwargs), Stream.read)
     if not isinstance(first, torch.Tensor | fx.Proxy):
         return None
     if name in CASTS and example(first).dtype == stream.dtype and example(first).device == stream.device:
@@ -328,13 +331,23 @@ def _dropped_out(stream: Stream, target: Any, rest: tuple[Any, ...], kwargs: dic
     return stream.map(lambda v: aten.mul.Tensor(v, mask), stream.axis)
 
 
-def _replace(value: Any, function: Callable[[Stream], Any]) -> Any:
+def map_streams(value: Any, function: Callable[[Stream], Any]) -> Any:
+    """``value`` with every stream in it replaced; containers without one come back as they are."""
     if is_stream(value):
         return function(value)
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)([_replace(item, function) for item in value])
+    if isinstance(value, list | tuple):
+        items = [map_streams(item, function) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _replace(item, function) for key, item in value.items()}
+        changed = {key: map_streams(item, function) for key, item in value.items()}
+        if all(changed[key] is value[key] for key in changed):
+            return value
+        result = copy.copy(value)
+        for key, item in changed.items():
+            result[key] = item
+        return result
     return value
 
 

@@ -73,7 +73,8 @@ def test_float64_throughout(case: Case) -> None:
     with torch.no_grad():
         for _ in range(3):
             outputs.append(case.output(model(**inputs(case, 2, 8, torch.float64))))
-            torch._foreach_add_(parameters, steps)
+            for parameter, step in zip(parameters, steps, strict=True):
+                parameter.add_(step)
     start, once, twice = outputs
     bend = (twice - 2 * once + start).norm() / (once - start).norm()
     assert (bend < 1e-4) == case.pure64

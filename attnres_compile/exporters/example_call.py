@@ -237,9 +237,8 @@ def _split(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(inputs)
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
-    raise InputError(
-        f"example inputs are a tensor, a tuple or a mapping of keyword inputs, not {type(inputs).__name__}"
-    )
+    given = "none were given" if inputs is None else f"got {type(inputs).__name__}"
+    raise InputError(f"example inputs are a tensor, a tuple or a mapping of keyword inputs; {given}")
 
 
 def _ordered(kwargs: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:

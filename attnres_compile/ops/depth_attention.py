@@ -62,7 +62,7 @@ def _forward(sources: list[Tensor], query: Tensor, key_norm: Tensor | None, eps:
     xs = [v.to(dtype) for v in sources]
     _, _, weights = _weights(xs, key_vector(query, key_norm, dtype), eps)
     weights = (weights * scale).unsqueeze(-1)
-    h = xs[0] * weights[0]
+    h = torch.mul(xs[0], weights[0]).contiguous()
     for x, weight in zip(xs[1:], weights[1:], strict=True):
         h.addcmul_(x, weight)
     return h.to(sources[0].dtype)

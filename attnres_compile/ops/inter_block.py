@@ -65,10 +65,10 @@ def _forward(
     xs = [b.to(dtype) for b in blocks]
     _, _, logits, m = _exponentials(xs, key_vector(queries, key_norms, dtype), eps)
     e = (logits - m).exp()
-    o = xs[0] * e[0].unsqueeze(-1)
+    o = torch.mul(xs[0], e[0].unsqueeze(-1)).contiguous()
     for x, weight in zip(xs[1:], e[1:], strict=True):
         o.addcmul_(x, weight.unsqueeze(-1))
-    return o, m, e.sum(0)
+    return o, m.contiguous(), e.sum(0).contiguous()
 
 
 LIBRARY.impl("inter_block", _forward, "CompositeExplicitAutograd")

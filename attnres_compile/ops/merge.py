@@ -80,11 +80,11 @@ def _forward(
     scale: float,
 ) -> Tensor:
     if partial is None:
-        return o * (scale / l).unsqueeze(-1)
+        return torch.mul(o, (scale / l).unsqueeze(-1)).contiguous()
     assert query is not None, "a read with a partial sum needs its pseudo-query"
     x = partial.to(o.dtype)
     of_blocks, of_partial, _, _ = _coefficients(m, l, x, key_vector(query, key_norm, o.dtype), eps)
-    h = o * (of_blocks * scale).unsqueeze(-1)
+    h = torch.mul(o, (of_blocks * scale).unsqueeze(-1)).contiguous()
     return h.addcmul_(x, (of_partial * scale).unsqueeze(-1)).to(partial.dtype)
 
 

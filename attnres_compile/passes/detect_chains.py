@@ -19,6 +19,7 @@ its operations. Leaves alone sums that continue no stream, and chains of fewer t
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
@@ -30,21 +31,61 @@ from attnres_compile.passes.base import Subject
 from attnres_compile.passes.follow import Boundaries, follow
 
 NORMS = frozenset({"layer_norm", "rms_norm", "batch_norm", "group_norm", "native_layer_norm", "LayerNorm", "RMSNorm"})
+NO_BOUNDARY = (
+    "the source is made and consumed inside one function with no module boundary between, where a live module cannot "
+    "start a stream; transform the exported program instead (torch.export.export, then attnres_compile.transform)"
+)
 ACTIVATIONS = frozenset({"relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu"})
 
 
 @dataclass(frozen=True)
 class DetectChains:
-    """Pass: see the module's text."""
+    """Pass: see the module's text.
+
+    Attributes:
+        live: keep only chains that a live module can start, those whose source crosses a module boundary.
+    """
+
+    live: bool = False
 
     def __call__(self, subject: Subject) -> bool:
         """Find the chains and the refused candidates; True when there are others than before."""
         before = [(chain.source, len(chain.pushes)) for chain in subject.chains]
-        chains, subject.refusals = detect(subject.module)
+        chains, refusals = detect(subject.module)
+        if self.live:
+            chains = _keep(chains, refusals, lambda chain: NO_BOUNDARY if chain.start is None else None)
+        if not subject.config.preserve:
+            chains = _keep(chains, refusals, lambda chain: _not_scale_invariant(chain, subject.module))
+        subject.refusals = refusals
         if [(chain.source, len(chain.pushes)) for chain in chains] == before:
             return False
         subject.chains = chains
         return True
+
+
+def _keep(
+    chains: list[ResidualChain], refusals: list[Refusal], why_not: Callable[[ResidualChain], str | None]
+) -> list[ResidualChain]:
+    reasons = [(chain, why_not(chain)) for chain in chains]
+    refusals += [
+        Refusal(reason, chain.pushes[0].node.name, _nodes.location(chain.pushes[0].node))
+        for chain, reason in reasons
+        if reason is not None
+    ]
+    return [chain for chain, reason in reasons if reason is None]
+
+
+def _not_scale_invariant(chain: ResidualChain, module: fx.GraphModule) -> str | None:
+    for readers in chain.readers.values():
+        for reader in readers:
+            stack = _nodes.calls(reader)
+            normed = _nodes.name_of(reader, module) in NORMS or (stack and "norm" in stack[-1].kind.lower())
+            if not normed:
+                return (
+                    f"preserve=False needs readers that are scale-invariant, and {reader.name} "
+                    f"({_nodes.location(reader)}) is no norm; use preserve=True"
+                )
+    return None
 
 
 def detect(module: fx.GraphModule) -> tuple[list[ResidualChain], list[Refusal]]:
@@ -52,12 +93,12 @@ def detect(module: fx.GraphModule) -> tuple[list[ResidualChain], list[Refusal]]:
     sums = residual_sums.find(module)
     evidence = {add.node for add in sums}
     sources = starts.sources(module, sums)
-    chains, _ = follow(module, sources, Boundaries({}, {}))
+    chains = follow(module, sources, Boundaries({}, {}))
     for chain in chains:
         # A live model can start a stream only where a value crosses a module boundary.
         if chain.start is None and chain.pushes and (moved := starts.upstream(chain, module)) is not None:
             sources = {**sources, moved[0]: moved[1]}
-    chains, inside = _with_boundaries(module, sources, evidence)
+    chains = _with_boundaries(module, sources, evidence)
     kept = [chain for chain in chains if chain.sublayers >= 2]
     refusals = [
         Refusal(_why_not(chain, module), chain.pushes[0].node.name, _nodes.location(chain.pushes[0].node))
@@ -67,25 +108,24 @@ def detect(module: fx.GraphModule) -> tuple[list[ResidualChain], list[Refusal]]:
     if len(kept) < len(chains):
         # What a refused stream passes through must not count: follow the others alone.
         sources = {chain.source: sources[chain.source] for chain in kept}
-        kept, inside = _with_boundaries(module, sources, evidence)
+        kept = _with_boundaries(module, sources, evidence)
     for chain in kept:
         _anchor(chain)
-        chain.boundaries = {node: key for node, key in inside.items() if any(node in r for r in chain.readers.values())}
     return kept, refusals
 
 
 def _with_boundaries(
     module: fx.GraphModule, sources: dict[fx.Node, starts.Source], evidence: set[fx.Node]
-) -> tuple[list[ResidualChain], dict[fx.Node, str]]:
+) -> list[ResidualChain]:
     """Follow the streams, with the outermost modules that only read as boundaries where no push is lost by that."""
-    free, _ = follow(module, sources, Boundaries({}, {}))
+    free = follow(module, sources, Boundaries({}, {}))
     essential = [chain.main_path(evidence) for chain in free]
     for outermost in (True, False):
         boundaries = Boundaries.around(free, essential, outermost=outermost)
-        bounded, inside = follow(module, sources, boundaries)
+        bounded = follow(module, sources, boundaries)
         kept = {chain.source: {push.node for push in chain.pushes} for chain in bounded}
         if all(main <= kept.get(chain.source, set()) for chain, main in zip(free, essential, strict=True)):
-            return bounded, inside
+            return bounded
     return follow(module, sources, Boundaries.exits(free))
 
 

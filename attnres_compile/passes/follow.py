@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from attnres_compile.arithmetic import (
+    CASTS,
     DROPOUTS,
     METADATA,
     SCALINGS,
@@ -93,15 +95,30 @@ def _container(chain: ResidualChain) -> tuple[_nodes.Call, ...]:
 
 def follow(
     module: fx.GraphModule, sources: Mapping[fx.Node, Source], boundaries: Boundaries
-) -> tuple[list[ResidualChain], dict[fx.Node, str]]:
-    """Chains with their pushes and readers, and per reader behind a boundary the boundary's key."""
+) -> list[ResidualChain]:
+    """Chains with their pushes, their readers, and the boundary that a reader lies behind."""
     walk = _Walk(module, sources, boundaries)
     for node in module.graph.nodes:
         walk.visit(node)
     for chain in walk.chains:
         container = _container(chain) if chain.pushes else ()
         chain.container = container[-1].path if container else ""
-    return walk.chains, walk.behind
+    return walk.chains
+
+
+def changes_nothing(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a node is a cast to its own dtype, a copy, or a dropout in eval."""
+    if node.op not in ("call_function", "call_method", "call_module") or not node.args:
+        return False
+    name, before, after = _nodes.name_of(node, module), _nodes.value(node.args[0]), _nodes.value(node)
+    if name in DROPOUTS:
+        rest = [*node.args[1:], *node.kwargs.values()]
+        return len(rest) > 1 and (rest[1] is False or rest[0] == 0)
+    if name not in UNCHANGED and name not in CASTS:
+        return False
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return name in UNCHANGED
+    return before.dtype == after.dtype and before.device == after.device
 
 
 class _Walk:
@@ -111,13 +128,12 @@ class _Walk:
         self.module, self.sources, self.boundaries = module, sources, boundaries
         self.chains: list[ResidualChain] = []
         self.states: dict[fx.Node, State] = {}
-        self.behind: dict[fx.Node, str] = {}
 
     def visit(self, node: fx.Node) -> None:
         """Do what a stream would do at this node."""
         inputs = [source for source in node.all_input_nodes if source in self.states]
         if inputs:
-            state = self._behind(node, inputs) or self._added(node) or self._carried(node)
+            state = self._same(node) or self._behind(node, inputs) or self._added(node) or self._carried(node)
             if state is not None and state.chain >= 0:
                 self.states[node] = state
             elif state is None and _nodes.name_of(node, self.module) not in METADATA:
@@ -136,6 +152,11 @@ class _Walk:
             if node not in readers:
                 readers.append(node)
 
+    def _same(self, node: fx.Node) -> State | None:
+        """A cast or a copy that changes nothing: the tracer may hang the stream's later uses on it."""
+        source = node.args[0] if node.args else None
+        return self._state(source) if changes_nothing(node, self.module) else None
+
     def _behind(self, node: fx.Node, inputs: list[fx.Node]) -> State | None:
         """A read at a boundary: inside, the stream is a plain tensor. Leaves no state (chain -1) when all are."""
         keys = {
@@ -146,7 +167,7 @@ class _Walk:
         for source, key in keys.items():
             assert key is not None
             self._read(node, self.states[source], leaving=key == EXIT)
-            self.behind[node] = key
+            self.chains[self.states[source].chain].boundaries[node] = key
         return State(-1, 0, 0)
 
     def _added(self, node: fx.Node) -> State | None:

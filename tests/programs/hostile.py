@@ -1,5 +1,7 @@
 """Programs that a transform has to refuse, each with the reason."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +18,17 @@ class ReentrantCheckpoint(Net):
 
     def middle(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
+            x = checkpoint(layer, x, use_reentrant=True) if x.requires_grad else layer(x)
+        return x
+
+
+@PROGRAMS.net(refused="reentrant")
+class ReentrantInTraining(Net):
+    """As ReentrantCheckpoint, but in train mode only: eval mode shows nothing of it."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self.training else layer(x)
         return x
 
 
@@ -26,7 +38,9 @@ class Scripted(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(torch.jit.script(layer) for layer in self.layers)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.layers = nn.ModuleList(torch.jit.script(layer) for layer in self.layers)
 
 
 @PROGRAMS.layer(refused=IN_PLACE)

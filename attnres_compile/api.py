@@ -1,0 +1,248 @@
+"""``transform``, ``inspect`` and ``verify``, one line per step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from attnres_compile import graphs
+from attnres_compile.attach import ATTRIBUTE, Attachment, attach, is_attached
+from attnres_compile.capture.copies import shared_copy
+from attnres_compile.capture.inputs import Inputs, normalise
+from attnres_compile.capture.trace import capture
+from attnres_compile.chains import ResidualChain
+from attnres_compile.config import AttnResConfig
+from attnres_compile.errors import InputError, RefusedError
+from attnres_compile.passes import _nodes
+from attnres_compile.passes.base import Subject, run
+from attnres_compile.passes.pipelines import LIVE
+from attnres_compile.placement import attachments
+from attnres_compile.report import AttnResReport, ChainReport, Check, RefusalReport
+from attnres_compile.verification import Mode, raise_failures, run_checks
+
+M = TypeVar("M", nn.Module, ExportedProgram)
+
+
+def transform(
+    model: M, example_inputs: Any = None, *, inplace: bool = False, verify: Mode = "full", **options: Any
+) -> M:
+    """Give a model Attention Residuals (arXiv 2603.15031). With its zero queries it computes what it computed before.
+
+    A module comes back as a model of the same class that shares the original's parameters and runs the user's own
+    code; ``attnres.<chain>.query`` and ``.key_norm`` (``[L, d]``) are new in its ``state_dict``. A ``GraphModule`` or
+    an ``ExportedProgram`` comes back as a rewritten graph with the same signature.
+
+    Args:
+        model: any module, graph module or exported program.
+        example_inputs: arguments of one forward call: a tensor, a tuple, or a mapping of keyword arguments. Hugging
+            Face models may go without; an exported program brings its own.
+        inplace: change the model itself instead of a copy.
+        verify: "full" checks outputs, gradients, training mode and a second shape; "quick" one forward; "off" nothing.
+        **options: the fields of ``AttnResConfig``: ``num_blocks`` or ``block_size``, ``preserve``, ``key_norm``,
+            ``eps``, ``chains``, ``strict``.
+
+    Returns:
+        The transformed model; its ``attnres_report`` says what was done.
+
+    Raises:
+        OptionError: options that exclude each other, or more blocks than sublayers.
+        InputError: example inputs that do not fit the model's forward.
+        CaptureError: no front end could trace the model.
+        RefusedError: no chain qualifies (with ``strict``), or the model cannot be transformed; it is left as it was.
+        VerificationError: a check failed; the model is left as it was.
+    """
+    config = AttnResConfig(**options)
+    if isinstance(model, ExportedProgram):
+        return _transform_program(model, config, verify)
+    if isinstance(model, fx.GraphModule):
+        return _transform_graph(model, _inputs_of_graph(model, example_inputs), config, verify)
+    inputs = _example_inputs(model, example_inputs)
+    report, found, pushes = _analyse(model, inputs, config)
+    if found:
+        candidate = _attached(shared_copy(model), found, config)
+        report = _verified(report, shared_copy(model), candidate, inputs, pushes, verify, config)
+    result = model if inplace else shared_copy(model)
+    if found:
+        attach(result, found, key_norm=config.key_norm)
+    result.attnres_report = report  # type: ignore[assignment]
+    return result
+
+
+def inspect(model: nn.Module | ExportedProgram, example_inputs: Any = None, **options: Any) -> AttnResReport:
+    """A dry run of ``transform``: the same report, nothing changed, and no error where no chain qualifies.
+
+    Args:
+        model: as for ``transform``.
+        example_inputs: as for ``transform``.
+        **options: as for ``transform``.
+
+    Raises:
+        OptionError: as ``transform``.
+        InputError: as ``transform``.
+        CaptureError: as ``transform``.
+    """
+    config = AttnResConfig(**{**options, "strict": False})
+    if isinstance(model, ExportedProgram):
+        captured, subject = graphs.analyse_program(model, config)
+        return _report("ExportedProgram", captured.front_end, subject)
+    if isinstance(model, fx.GraphModule):
+        captured, subject = graphs.analyse_graph(model, _inputs_of_graph(model, example_inputs), config)
+        return _report(type(model).__name__, captured.front_end, subject)
+    return _analyse(model, _example_inputs(model, example_inputs), config)[0]
+
+
+def verify(
+    original: nn.Module, model: nn.Module, example_inputs: Any = None, *, mode: Mode = "full"
+) -> tuple[Check, ...]:
+    """Compare a transformed model with the original while its queries are zero, and check its new parameters.
+
+    Both models are left as they are: the checks run on copies that share their parameters.
+
+    Args:
+        original: the model before.
+        model: what ``transform`` made of it, trained or not.
+        example_inputs: as for ``transform``.
+        mode: "full" or "quick".
+
+    Returns:
+        Every check with its largest relative error and what is allowed; ``check.passed`` says which hold.
+
+    Raises:
+        InputError: example inputs that do not fit, or ``model`` was not transformed.
+    """
+    if ATTRIBUTE not in dict(model.named_children()):
+        raise InputError(f"{type(model).__name__} has no {ATTRIBUTE!r}: pass what attnres_compile.transform returned")
+    inputs = _example_inputs(original, example_inputs, fresh=False)
+    return tuple(run_checks(shared_copy(original), shared_copy(model), inputs, None, mode))
+
+
+def _example_inputs(model: nn.Module, example_inputs: Any, *, fresh: bool = True) -> Inputs:
+    if fresh and (is_attached(model) or ATTRIBUTE in dict(model.named_children())):
+        raise RefusedError(
+            f"{type(model).__name__} has depth attention already (its {ATTRIBUTE!r}); transform the original model "
+            "again instead, or change the queries of this one"
+        )
+    inputs = normalise(model, example_inputs)
+    trial = shared_copy(model).eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            trial(*inputs.args, **inputs.kwargs)
+    except Exception as error:
+        raise InputError(
+            f"the example inputs do not fit {type(model).__name__}.forward: {type(error).__name__}: {error}"
+        ) from error
+    return inputs
+
+
+def _inputs_of_graph(module: fx.GraphModule, example_inputs: Any) -> Inputs:
+    if ATTRIBUTE in dict(module.named_children()):
+        raise RefusedError("this graph has depth attention already; transform the original graph instead")
+    if example_inputs is not None:
+        return normalise(module, example_inputs)
+    if any("val" not in node.meta for node in module.graph.nodes if node.op == "placeholder"):
+        raise InputError("this graph has no shapes in its nodes' meta; pass example_inputs")
+    return Inputs((), {})
+
+
+def _analyse(
+    model: nn.Module, inputs: Inputs, config: AttnResConfig
+) -> tuple[AttnResReport, list[Attachment], dict[int, int]]:
+    """The report, what to attach, and the adds per chain. Changes nothing."""
+    captured = capture(model, inputs)
+    subject = run(LIVE, Subject(captured.module, config))
+    report = _report(type(model).__name__, captured.front_end, subject)
+    chains = _selected(subject, report)
+    pushes = {chain.plan.chain: len(chain.pushes) for chain in chains if chain.plan is not None}
+    return report, attachments(model, captured, chains, inputs) if chains else [], pushes
+
+
+def _attached(model: nn.Module, found: list[Attachment], config: AttnResConfig) -> nn.Module:
+    attach(model, found, key_norm=config.key_norm)
+    return model
+
+
+def _verified(
+    report: AttnResReport,
+    original: nn.Module,
+    candidate: nn.Module,
+    inputs: Inputs,
+    pushes: dict[int, int] | None,
+    mode: Mode,
+    config: AttnResConfig,
+) -> AttnResReport:
+    from dataclasses import replace
+
+    checks = run_checks(original, candidate, inputs, pushes, mode)
+    raise_failures(checks, report.model)
+    return replace(report, checks=tuple(checks))
+
+
+def _transform_program(program: ExportedProgram, config: AttnResConfig, mode: Mode) -> ExportedProgram:
+    from dataclasses import replace
+
+    if any(name.startswith(f"{ATTRIBUTE}.") for name in program.state_dict):
+        raise RefusedError("this program has depth attention already; transform the original program instead")
+    captured, subject = graphs.analyse_program(program, config)
+    report = _report("ExportedProgram", captured.front_end, subject)
+    result = graphs.rewrite_program(captured, subject) if _selected(subject, report) else program
+    if result is not program and mode != "off" and program.example_inputs is not None:
+        inputs = Inputs(*program.example_inputs)
+        checks = run_checks(program.module(), result.module(), inputs, None, "quick")
+        raise_failures(checks, report.model)
+        report = replace(report, checks=tuple(checks))
+    result.attnres_report = report  # type: ignore[attr-defined]
+    return result
+
+
+def _transform_graph(
+    module: fx.GraphModule, inputs: Inputs, config: AttnResConfig, mode: Mode
+) -> fx.GraphModule:
+    captured, subject = graphs.analyse_graph(module, inputs, config)
+    report = _report(type(module).__name__, captured.front_end, subject)
+    result = graphs.rewrite_graph(subject) if _selected(subject, report) else module
+    if result is not module and (inputs.args or inputs.kwargs):
+        report = _verified(report, shared_copy(module), shared_copy(result), inputs, None, mode, config)
+    result.attnres_report = report  # type: ignore[assignment]
+    return result
+
+
+def _selected(subject: Subject, report: AttnResReport) -> list[ResidualChain]:
+    """The planned chains; none is an error with ``strict``."""
+    chains = [chain for chain in subject.chains if chain.plan is not None]
+    if not chains and subject.config.strict:
+        raise RefusedError(
+            f"no residual chain of {report.model} can be given depth attention. {report}\n"
+            "With strict=False the model comes back unchanged, with this report"
+        )
+    return chains
+
+
+def _report(model: str, front_end: str, subject: Subject) -> AttnResReport:
+    chains = tuple(_chain_report(i, chain, subject.config) for i, chain in enumerate(subject.chains))
+    refused = tuple(RefusalReport(r.reason, r.node, r.where) for r in subject.refusals)
+    return AttnResReport(model, front_end, chains, refused)
+
+
+def _chain_report(index: int, chain: ResidualChain, config: AttnResConfig) -> ChainReport:
+    blocks = config.block_sizes(chain.sublayers) if chain.plan is None else chain.plan.block_sizes
+    reads = chain.sublayers
+    start = chain.start
+    source = "in the graph" if start is None else f"with an {start.side} of {start.module or 'the model itself'}"
+    return ChainReport(
+        index=index,
+        rewritten=chain.plan is not None,
+        source=source,
+        container=chain.container,
+        width=chain.width,
+        adds=len(chain.pushes),
+        owners=dict(Counter(push.owner_class or "the graph" for push in chain.pushes)),
+        sublayers=chain.sublayers,
+        blocks=blocks,
+        reads=reads,
+        parameters=reads * chain.width * (2 if config.key_norm else 1),
+        where=_nodes.location(chain.pushes[0].node),
+    )

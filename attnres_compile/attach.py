@@ -1,0 +1,256 @@
+"""Attach a plan to a live module: hooks at module boundaries turn the residual tensor into a stream and back.
+
+No code is generated and no trace is kept: the user's own Python runs. Hooks are picklable objects that look the
+parameters up on the root module when they run, so that copies of the model follow their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnres_compile.chains import BlockPlan
+from attnres_compile.errors import RefusedError
+from attnres_compile.reads import DepthReads
+from attnres_compile.stream import Stream, is_stream, map_streams, start
+
+ATTRIBUTE = "attnres"
+Key = int | str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is among a call's arguments, or in its output.
+
+    Attributes:
+        parameter: name of the parameter of ``forward``, so that positional and keyword calls are the same; None for
+            an output.
+        index: position among the positional arguments.
+        path: keys that lead from the argument (or the output) to the tensor.
+    """
+
+    parameter: str | None
+    index: int | None
+    path: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Everything that a live module needs to carry one chain; plain data without graph nodes.
+
+    Attributes:
+        plan: how the chain is cut into blocks.
+        width: features of a source.
+        axis: the feature axis, counted from the end.
+        module: path of the module at whose boundary the stream starts.
+        place: the argument, or the part of the output, that is the source.
+        output: whether the source is an output.
+        anchors: per module path the positions at which the stream enters it, one per visit.
+        readers: paths of the modules that only read: they receive the mix as a plain tensor.
+        exits: paths of the modules that the stream does not leave.
+    """
+
+    plan: BlockPlan
+    width: int
+    axis: int
+    module: str
+    place: Place
+    output: bool
+    anchors: tuple[tuple[str, tuple[int, ...]], ...]
+    readers: tuple[str, ...]
+    exits: tuple[str, ...]
+
+
+def attach(model: nn.Module, attachments: list[Attachment], *, key_norm: bool) -> None:
+    """Give a model its reads (``model.attnres``) and the hooks that carry its streams. Changes the model itself."""
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    device, dtype = (parameter.device, parameter.dtype) if parameter is not None else (None, None)
+    reads = [DepthReads(a.plan.reads, a.width, key_norm=key_norm, device=device, dtype=dtype) for a in attachments]
+    model.add_module(ATTRIBUTE, nn.ModuleList(reads))
+    for attachment in attachments:
+        _attach_start(model, attachment)
+    # After every start: an anchor sees the stream that a start on the same module has just made.
+    for attachment in attachments:
+        chain = attachment.plan.chain
+        for path, positions in attachment.anchors:
+            module = model.get_submodule(path)
+            module.register_forward_pre_hook(_Anchor(chain, positions), with_kwargs=True)
+        for path in attachment.readers:
+            model.get_submodule(path).register_forward_pre_hook(_ReadAtEntry(chain), with_kwargs=True)
+        for path in attachment.exits:
+            # First of all, so that the user's own hooks on the container see plain tensors.
+            model.get_submodule(path).register_forward_hook(_Exit(chain), prepend=True)
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether some module of the model carries streams already."""
+    return any(
+        isinstance(hook, _Hook) for module in model.modules() for hook in (*module._forward_pre_hooks.values(),)
+    ) or any(isinstance(hook, _Start) for module in model.modules() for hook in module._forward_hooks.values())
+
+
+def _attach_start(model: nn.Module, attachment: Attachment) -> None:
+    module = model.get_submodule(attachment.module)
+    hook = _Start(attachment.plan.chain, model, attachment.place, attachment.plan, attachment.axis)
+    if attachment.output:
+        module.register_forward_hook(_StartOutput(hook))
+    else:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@dataclass(eq=False)
+class _Hook:
+    chain: int
+
+
+@dataclass(eq=False)
+class _Start(_Hook):
+    root: nn.Module
+    place: Place
+    plan: BlockPlan
+    axis: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = self.place
+        if place.parameter is not None and place.parameter in kwargs:
+            return args, {**kwargs, place.parameter: replaced(kwargs[place.parameter], place.path, self.start)}
+        if place.index is None or place.index >= len(args):
+            return None
+        new = replaced(args[place.index], place.path, self.start)
+        return (*args[: place.index], new, *args[place.index + 1 :]), kwargs
+
+    def start(self, value: Any) -> Any:
+        """The stream that starts with ``value``, unless it is one already or no tensor of that width."""
+        if is_stream(value) or not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        reads: Any = self.root.get_submodule(ATTRIBUTE)[self.chain]  # type: ignore[index]
+        if value.ndim < 2 or value.shape[self.axis] != reads.query.shape[-1]:
+            return value
+        _refuse_reentrant(value)
+        return start(value, self.axis, self.plan, reads)
+
+
+@dataclass(eq=False)
+class _StartOutput:
+    """A start whose source is what the module returns."""
+
+    hook: _Start
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return replaced(output, self.hook.place.path, self.hook.start)
+
+
+@dataclass(eq=False)
+class _Anchor(_Hook):
+    """Puts a stream that enters a module where the plan has it, so that skipped layers do not shift the rows."""
+
+    positions: tuple[int, ...]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        latest = _latest((args, kwargs), self.chain)
+        if latest is None:
+            return None
+        _refuse_reentrant(latest)
+        position = next((p for p in self.positions if p >= latest.position), self.positions[-1])
+        if position == latest.position:
+            return None
+        moved = latest.at(position)
+        return map_streams((args, kwargs), lambda s: moved if s is latest else s)
+
+
+@dataclass(eq=False)
+class _ReadAtEntry(_Hook):
+    """Hands a module that only reads the mix, once for all of its operations."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_streams((args, kwargs), lambda s: s.read() if s.plan.chain == self.chain else s)
+
+
+@dataclass(eq=False)
+class _Exit(_Hook):
+    """Lets no stream out of the module that holds the chain: the final state is read, others are running sums."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return map_streams(output, self.leave)
+
+    def leave(self, stream: Stream) -> Any:
+        if stream.plan.chain != self.chain:
+            return stream
+        return stream.read() if stream.position == stream.plan.last else stream.total()
+
+
+def _latest(value: Any, chain: int) -> Stream | None:
+    found: list[Stream] = []
+
+    def collect(stream: Stream) -> Stream:
+        if stream.plan.chain == chain:
+            found.append(stream)
+        return stream
+
+    map_streams(value, collect)
+    latest = None
+    for stream in found:
+        if latest is None or stream.position > latest.position:
+            latest = stream
+    return latest
+
+
+def replaced(value: Any, path: tuple[Key, ...], function: Callable[[Any], Any]) -> Any:
+    """``value`` with the part at ``path`` replaced; unchanged where the path leads nowhere."""
+    if not path:
+        return function(value)
+    key, rest = path[0], path[1:]
+    if isinstance(value, dict) and key in value:
+        return {**value, key: replaced(value[key], rest, function)}
+    if isinstance(value, list | tuple) and isinstance(key, int) and key < len(value):
+        items = list(value)
+        items[key] = replaced(items[key], rest, function)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def places(value: Any, path: tuple[Key, ...] = ()) -> list[tuple[tuple[Key, ...], Tensor]]:
+    """Every tensor in nested tuples, lists and dicts, with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        return [(path, value)]
+    if isinstance(value, dict):
+        return [found for key, item in value.items() for found in places(item, (*path, key))]
+    if isinstance(value, list | tuple):
+        return [found for i, item in enumerate(value) for found in places(item, (*path, i))]
+    return []
+
+
+def argument_places(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Place, Tensor]]:
+    """Every tensor among a call's arguments, with its place."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds]
+    found = [
+        (Place(names[i] if i < len(names) else None, i, path), tensor)
+        for i, arg in enumerate(args)
+        for path, tensor in places(arg)
+    ]
+    for name, arg in kwargs.items():
+        index = names.index(name) if name in names else None
+        found += [(Place(name, index, path), tensor) for path, tensor in places(arg)]
+    return found
+
+
+def _refuse_reentrant(value: Any) -> None:
+    """Reentrant checkpointing runs layers without recording them, which loses the gradients of a stream."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not value.requires_grad:
+        return
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            raise RefusedError(
+                "reentrant checkpointing loses the gradients of the residual stream; use "
+                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` (Hugging Face: "
+                "`gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})`)"
+            )
+        frame = frame.f_back

@@ -1,0 +1,133 @@
+"""Transform a graph: the rewritten GraphModule or ExportedProgram has the graph's own signature."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+
+from attnres_compile.attach import ATTRIBUTE
+from attnres_compile.capture.copies import shared_copy
+from attnres_compile.capture.inputs import Inputs
+from attnres_compile.capture.trace import Captured, from_graph, from_program
+from attnres_compile.chains import ResidualChain
+from attnres_compile.config import AttnResConfig
+from attnres_compile.passes.base import Subject, run
+from attnres_compile.passes.pipelines import GRAPH
+from attnres_compile.passes.rewrite_chains import Parameters, RewriteChains
+from attnres_compile.reads import DepthReads
+
+
+def analyse_graph(module: fx.GraphModule, inputs: Inputs, config: AttnResConfig) -> tuple[Captured, Subject]:
+    """Chains and plans of a copy of a graph module."""
+    copied = shared_copy(module)
+    assert isinstance(copied, fx.GraphModule)
+    captured = from_graph(copied, inputs)
+    return captured, run(GRAPH, Subject(captured.module, config))
+
+
+def analyse_program(program: ExportedProgram, config: AttnResConfig) -> tuple[Captured, Subject]:
+    """Chains and plans of a copy of an exported program, functionalised where an in-place operation is on a chain."""
+    captured, subject = _analyse(program, config)
+    if any(_mutates(node) for chain in subject.chains for push in chain.pushes for node in (push.node, *push.node.users)):
+        captured, subject = _analyse(program.run_decompositions({}), config)
+    return captured, subject
+
+
+def _analyse(program: ExportedProgram, config: AttnResConfig) -> tuple[Captured, Subject]:
+    captured = from_program(program, Inputs(*(program.example_inputs or ((), {}))))
+    captured.module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph_module.graph))
+    return captured, run(GRAPH, Subject(captured.module, config))
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def rewrite_graph(subject: Subject) -> fx.GraphModule:
+    """The graph module with its chains rewritten; the reads are its ``attnres``."""
+    module = subject.module
+    module.add_module(ATTRIBUTE, nn.ModuleList())
+
+    def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
+        reads = _reads(chain, subject.config)
+        module.get_submodule(ATTRIBUTE).append(reads)  # type: ignore[operator]
+        first = next(node for node in module.graph.nodes if node.op != "placeholder")
+        return _nodes_for(reads, chain, lambda name: module.graph.get_attr(name), module.graph.inserting_before(first))
+
+    run((RewriteChains(parameters),), subject)
+    return module
+
+
+def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:
+    """The exported program with its chains rewritten; the reads are parameters ``attnres.<chain>.*`` of its state."""
+    program = captured.program
+    assert program is not None
+    added: dict[str, tuple[fx.Node, Tensor]] = {}
+
+    def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
+        reads = _reads(chain, subject.config)
+        first = next(iter(module.graph.nodes))
+
+        def placeholder(name: str) -> fx.Node:
+            node = module.graph.placeholder("p_" + name.replace(".", "_"))
+            added[name] = (node, reads.get_parameter(name.rpartition(".")[2]))
+            return node
+
+        return _nodes_for(reads, chain, placeholder, module.graph.inserting_before(first))
+
+    run((RewriteChains(parameters),), subject)
+    graph = subject.module.graph
+    signature = copy.deepcopy(program.graph_signature)
+    specs = [
+        InputSpec(InputKind.PARAMETER, TensorArgument(name=node.name), name) for name, (node, _) in added.items()
+    ]
+    # Later chains put their placeholders before those of earlier ones.
+    order = {node.name: i for i, node in enumerate(graph.nodes)}
+    signature.input_specs = [*sorted(specs, key=lambda spec: order[spec.arg.name]), *signature.input_specs]  # type: ignore[union-attr]
+    outputs = graph.output_node().args[0]
+    for spec, node in zip(signature.output_specs, outputs, strict=True):  # type: ignore[arg-type]
+        if isinstance(spec.arg, TensorArgument) and isinstance(node, fx.Node):
+            spec.arg.name = node.name
+    return ExportedProgram(
+        root=subject.module,
+        graph=graph,
+        graph_signature=signature,
+        state_dict={**program.state_dict, **{name: value for name, (_, value) in added.items()}},
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def _reads(chain: ResidualChain, config: AttnResConfig) -> DepthReads:
+    assert chain.plan is not None
+    value = chain.source.meta["val"]
+    return DepthReads(
+        chain.plan.reads, chain.width, key_norm=config.key_norm, device=value.device, dtype=value.dtype
+    )
+
+
+def _nodes_for(
+    reads: DepthReads, chain: ResidualChain, make: Callable[[str], fx.Node], where: object
+) -> Parameters:
+    assert chain.plan is not None
+    made: list[fx.Node | None] = []
+    with where:  # type: ignore[attr-defined]
+        for name in ("query", "key_norm"):
+            parameter = getattr(reads, name)
+            if parameter is None:
+                made.append(None)
+                continue
+            node = make(f"{ATTRIBUTE}.{chain.plan.chain}.{name}")
+            node.meta["val"] = chain.source.meta["val"].fake_mode.from_tensor(parameter, static_shapes=True)
+            made.append(node)
+    query, key_norm = made
+    assert query is not None
+    return query, key_norm

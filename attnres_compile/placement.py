@@ -1,0 +1,144 @@
+"""From the chains of a graph to attachments on the live module that the graph was traced from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from attnres_compile.attach import Attachment, Place, argument_places, places
+from attnres_compile.capture.copies import shared_copy
+from attnres_compile.capture.inputs import Inputs
+from attnres_compile.capture.trace import Captured
+from attnres_compile.chains import ResidualChain
+from attnres_compile.errors import RefusedError
+from attnres_compile.passes import _nodes
+from attnres_compile.passes.follow import EXIT
+
+Seen = list[tuple[Place, Tensor]]
+
+
+def attachments(model: nn.Module, captured: Captured, chains: list[ResidualChain], inputs: Inputs) -> list[Attachment]:
+    """One attachment per planned chain.
+
+    The graph tells at which module a stream starts; which argument it is, the values tell: the graph and the model
+    run once on the example inputs.
+
+    Raises:
+        RefusedError: a chain's source is not found among the values that cross its module's boundary.
+    """
+    values = _source_values(captured, [chain.source for chain in chains])
+    seen = _crossing_values(shared_copy(model), chains, inputs)
+    found = []
+    starts: dict[tuple[str, Place], ResidualChain] = {}
+    for chain in chains:
+        assert chain.start is not None and chain.plan is not None
+        place = _nearest(values[chain.source], seen[chain.start.module, chain.start.side])
+        if place is None:
+            raise RefusedError(
+                f"the source of a chain ({chain.source.name}, {_nodes.location(chain.source)}) is not among the "
+                f"tensors that cross the boundary of {chain.start.module or 'the model'!r}; pass it as an argument"
+            )
+        if (other := starts.setdefault((chain.start.module, place), chain)) is not chain:
+            raise RefusedError(
+                f"{chain.start.module!r} is called again and starts a second chain "
+                f"({_nodes.location(chain.pushes[0].node)}, after {_nodes.location(other.pushes[0].node)}), which "
+                "would share the first one's parameters; give every visit a module of its own, or transform the "
+                "exported program"
+            )
+        found.append(_attachment(chain, place))
+    return found
+
+
+def _attachment(chain: ResidualChain, place: Place) -> Attachment:
+    assert chain.start is not None and chain.plan is not None
+    readers = {}
+    for node, key in chain.boundaries.items():
+        if key != EXIT:
+            readers[next(call.path for call in _nodes.calls(node) if call.key == key)] = None
+    parts = chain.container.split(".") if chain.container else []
+    return Attachment(
+        plan=chain.plan,
+        width=chain.width,
+        axis=chain.axis,
+        module=chain.start.module,
+        place=place,
+        output=chain.start.side == "output",
+        anchors=tuple(chain.anchors.items()),
+        readers=tuple(path for path in readers if path not in chain.anchors),
+        exits=tuple(".".join(parts[:i]) for i in range(len(parts), -1, -1)),
+    )
+
+
+class _Found(Exception):  # noqa: N818 - stops an interpreter that has seen enough
+    pass
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, wanted: list[fx.Node]) -> None:
+        super().__init__(module)
+        self.wanted, self.found = set(wanted), dict[fx.Node, Any]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n in self.wanted:
+            self.found[n] = value.detach().clone()
+            if len(self.found) == len(self.wanted):
+                raise _Found
+        return value
+
+
+def _source_values(captured: Captured, sources: list[fx.Node]) -> dict[fx.Node, Tensor]:
+    recorder = _Recorder(captured.module, sources)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        try:
+            recorder.run(*captured.inputs)
+        except _Found:
+            pass
+    return recorder.found
+
+
+def _crossing_values(
+    model: nn.Module, chains: list[ResidualChain], inputs: Inputs
+) -> dict[tuple[str, str], Seen]:
+    seen: dict[tuple[str, str], Seen] = defaultdict(list)
+    for chain in chains:
+        assert chain.start is not None
+        key = (chain.start.module, chain.start.side)
+        if key not in seen:
+            seen[key] = []
+            _record(model.get_submodule(chain.start.module), chain.start.side, seen[key])
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model(*inputs.args, **inputs.kwargs)
+    return seen
+
+
+def _record(module: nn.Module, side: str, into: Seen) -> None:
+    def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        into.extend((place, tensor.detach().clone()) for place, tensor in argument_places(module, args, kwargs))
+
+    def outputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        into.extend((Place(None, None, path), tensor.detach().clone()) for path, tensor in places(output))
+
+    register: dict[str, Callable[[], object]] = {
+        "argument": lambda: module.register_forward_pre_hook(arguments, with_kwargs=True),
+        "output": lambda: module.register_forward_hook(outputs),
+    }
+    register[side]()
+
+
+def _nearest(value: Tensor, candidates: Seen) -> Place | None:
+    """The candidate of the source's shape whose values are nearest; the first of equals."""
+    best, least = None, float("inf")
+    for place, tensor in candidates:
+        if tensor.shape == value.shape and tensor.is_floating_point():
+            distance = float((tensor.double() - value.double()).abs().max()) if tensor.numel() else 0.0
+            if best is None or distance < least:
+                best, least = place, distance
+    return best
