@@ -6,9 +6,9 @@ parameters up on the root module when they run, so that copies of the model foll
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,19 +73,18 @@ def attach(model: nn.Module, attachments: list[Attachment], *, key_norm: bool) -
     device, dtype = (parameter.device, parameter.dtype) if parameter is not None else (None, None)
     reads = [DepthReads(a.plan.reads, a.width, key_norm=key_norm, device=device, dtype=dtype) for a in attachments]
     model.add_module(ATTRIBUTE, nn.ModuleList(reads))
-    for attachment in attachments:
-        _attach_start(model, attachment)
-    # After every start: an anchor sees the stream that a start on the same module has just made.
+    # Each goes before the user's own hooks, which belong to the layer; so the last registered, the start, is first.
     for attachment in attachments:
         chain = attachment.plan.chain
-        for path, positions in attachment.anchors:
-            module = model.get_submodule(path)
-            module.register_forward_pre_hook(_Anchor(chain, positions), with_kwargs=True)
         for path in attachment.readers:
-            model.get_submodule(path).register_forward_pre_hook(_ReadAtEntry(chain), with_kwargs=True)
+            model.get_submodule(path).register_forward_pre_hook(_ReadAtEntry(chain), prepend=True, with_kwargs=True)
+        for path, positions in attachment.anchors:
+            hook = _Anchor(chain, positions)
+            model.get_submodule(path).register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         for path in attachment.exits:
-            # First of all, so that the user's own hooks on the container see plain tensors.
             model.get_submodule(path).register_forward_hook(_Exit(chain), prepend=True)
+    for attachment in attachments:
+        _attach_start(model, attachment)
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -101,7 +100,7 @@ def _attach_start(model: nn.Module, attachment: Attachment) -> None:
     if attachment.output:
         module.register_forward_hook(_StartOutput(hook))
     else:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 @dataclass(eq=False)
@@ -117,13 +116,16 @@ class _Start(_Hook):
     axis: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        place = self.place
+        place, source = self.place, None
         if place.parameter is not None and place.parameter in kwargs:
-            return args, {**kwargs, place.parameter: replaced(kwargs[place.parameter], place.path, self.start)}
-        if place.index is None or place.index >= len(args):
+            source = at_path(kwargs[place.parameter], place.path)
+        elif place.index is not None and place.index < len(args):
+            source = at_path(args[place.index], place.path)
+        stream = self.start(source)
+        if stream is source:
             return None
-        new = replaced(args[place.index], place.path, self.start)
-        return (*args[: place.index], new, *args[place.index + 1 :]), kwargs
+        # The same tensor may come in twice (a second stream that starts equal, a state kept for re-injection).
+        return _swapped((args, kwargs), source, stream)
 
     def start(self, value: Any) -> Any:
         """The stream that starts with ``value``, unless it is one already or no tensor of that width."""
@@ -143,7 +145,9 @@ class _StartOutput:
     hook: _Start
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return replaced(output, self.hook.place.path, self.hook.start)
+        source = at_path(output, self.hook.place.path)
+        stream = self.hook.start(source)
+        return None if stream is source else _swapped(output, source, stream)
 
 
 @dataclass(eq=False)
@@ -201,16 +205,31 @@ def _latest(value: Any, chain: int) -> Stream | None:
     return latest
 
 
-def replaced(value: Any, path: tuple[Key, ...], function: Callable[[Any], Any]) -> Any:
-    """``value`` with the part at ``path`` replaced; unchanged where the path leads nowhere."""
-    if not path:
-        return function(value)
-    key, rest = path[0], path[1:]
-    if isinstance(value, dict) and key in value:
-        return {**value, key: replaced(value[key], rest, function)}
-    if isinstance(value, list | tuple) and isinstance(key, int) and key < len(value):
-        items = list(value)
-        items[key] = replaced(items[key], rest, function)
+def at_path(value: Any, path: tuple[Key, ...]) -> Any:
+    """The part of nested tuples, lists and dicts that the keys lead to, or None."""
+    for key in path:
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list | tuple) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return None
+    return value
+
+
+def _swapped(value: Any, old: Any, new: Any) -> Any:
+    if value is old:
+        return new
+    if isinstance(value, dict):
+        changed = {key: _swapped(item, old, new) for key, item in value.items()}
+        if all(changed[key] is value[key] for key in changed):
+            return value
+        result = copy.copy(value)
+        for key, item in changed.items():
+            result[key] = item
+        return result
+    if isinstance(value, list | tuple):
+        items = [_swapped(item, old, new) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

@@ -49,16 +49,21 @@ def attachments(model: nn.Module, captured: Captured, chains: list[ResidualChain
                 "would share the first one's parameters; give every visit a module of its own, or transform the "
                 "exported program"
             )
-        found.append(_attachment(chain, place))
+        found.append(_attachment(model, chain, place))
     return found
 
 
-def _attachment(chain: ResidualChain, place: Place) -> Attachment:
+def _attachment(model: nn.Module, chain: ResidualChain, place: Place) -> Attachment:
     assert chain.start is not None and chain.plan is not None
     readers = {}
     for node, key in chain.boundaries.items():
         if key != EXIT:
             readers[next(call.path for call in _nodes.calls(node) if call.key == key)] = None
+    # A module registered under several names is one module, whose visits are all of theirs.
+    visits: dict[nn.Module, tuple[str, list[int]]] = {}
+    for path, positions in chain.anchors.items():
+        visits.setdefault(model.get_submodule(path), (path, []))[1].extend(positions)
+    pushing = set(visits)
     parts = chain.container.split(".") if chain.container else []
     return Attachment(
         plan=chain.plan,
@@ -67,8 +72,8 @@ def _attachment(chain: ResidualChain, place: Place) -> Attachment:
         module=chain.start.module,
         place=place,
         output=chain.start.side == "output",
-        anchors=tuple(chain.anchors.items()),
-        readers=tuple(path for path in readers if path not in chain.anchors),
+        anchors=tuple((path, tuple(sorted(positions))) for path, positions in visits.values()),
+        readers=tuple(path for path in readers if model.get_submodule(path) not in pushing),
         exits=tuple(".".join(parts[:i]) for i in range(len(parts), -1, -1)),
     )
 

@@ -49,7 +49,7 @@ class Phase(NamedTuple):
 
 
 class Observer:
-    """Collects what happens to the streams while it is set: pushes per chain, and rows that were read."""
+    """Collects what happens to the streams while it is set: pushes per chain, rows read, dtypes pushed."""
 
     active: Observer | None = None
 
@@ -57,6 +57,7 @@ class Observer:
         """Start with nothing seen."""
         self.pushes: dict[int, int] = {}
         self.rows: set[tuple[int, int]] = set()
+        self.dtypes: set[torch.dtype] = set()
 
     def __enter__(self) -> Observer:
         Observer.active = self
@@ -97,11 +98,25 @@ class Stream:
     @property
     def sources(self) -> tuple[Value, ...]:
         """The finished blocks, and the partial sum if there is one."""
-        return self.blocks if self.partial is None else (*self.blocks, self.partial)
+        blocks = self.current().blocks
+        return blocks if self.partial is None else (*blocks, self.partial)
 
     def _with(self, blocks: tuple[Value, ...], partial: Value | None, phase: Phase | None, **changed: Any) -> Stream:
         position, axis = changed.get("position", self.position), changed.get("axis", self.axis)
         return type(self)(blocks, partial, phase, position, axis, self.plan, self.reads)
+
+    def current(self) -> Stream:
+        """This state, unless it was changed in place since.
+
+        Raises:
+            RefusedError: the old value of an in-place add is used afterwards.
+        """
+        if self.stale:
+            raise RefusedError(
+                f"the residual stream was changed in place ({self.stale}) and the old value is used afterwards; "
+                "rebind the result (`x = x + f(x)`) and keep no second name for the stream"
+            )
+        return self
 
     def push(self, branch: Value) -> Stream:
         """The state after adding ``branch``, a tensor that broadcasts to the stream's shape, or a number."""
@@ -119,6 +134,7 @@ class Stream:
             blocks = blocks if ours == common else tuple(aten.to.dtype(block, common) for block in blocks)
         if Observer.active is not None:
             Observer.active.pushes[self.plan.chain] = Observer.active.pushes.get(self.plan.chain, 0) + 1
+            Observer.active.dtypes.add(theirs)
         phase = self.phase if blocks is self.blocks else None
         after = self._with(blocks, partial, phase, position=position)
         return after._closed() if position <= self.plan.last and self.plan.closes[position] else after
@@ -223,33 +239,34 @@ class Stream:
         return any(source.requires_grad for source in self.sources)
 
 
-class TensorLikeStream(Stream):
-    """A stream for which ``isinstance(stream, torch.Tensor)`` holds, as user code between layers may ask."""
+class TensorStream(Stream, torch.Tensor):
+    """A stream for which ``isinstance(stream, torch.Tensor)`` holds, as user code between layers may ask.
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return torch.Tensor
+    The tensor underneath is empty and never computed with. Tracers take the plain ``Stream``: they would want a
+    proxy for that tensor.
+    """
+
+    def __new__(cls, *_: Any) -> TensorStream:
+        """Make the empty tensor; the fields are set by ``Stream``."""
+        return torch.Tensor._make_subclass(cls, torch.empty(0))
 
 
 def start(value: Value, axis: int, plan: BlockPlan, reads: ReadParameters) -> Stream:
     """The stream at its source: ``value`` is ``b_0``."""
-    kind = Stream if torch.compiler.is_dynamo_compiling() else TensorLikeStream
+    kind = Stream if torch.compiler.is_compiling() else TensorStream
     return kind((value,), None, None, 0, axis, plan, reads)
 
 
 def is_stream(value: object) -> bool:
-    """Whether a value is a stream; its ``__class__`` may say otherwise."""
-    return issubclass(type(value), Stream)
+    """Whether a value is a stream."""
+    return isinstance(value, Stream)
 
 
 def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an operation to arguments among which there is a stream."""
     for value in (*args, *kwargs.values()):
-        if is_stream(value) and value.stale:
-            raise RefusedError(
-                f"the residual stream was changed in place ({value.stale}) and the old value is used afterwards; "
-                "rebind the result (`x = x + f(x)`) and keep no second name for the stream"
-            )
+        if is_stream(value):
+            value.current()
     addition = as_addition(name, args, kwargs)
     if addition is not None:
         pushed = _pushed(addition)
@@ -407,7 +424,7 @@ def _split(values: list[Any], count: int) -> tuple[tuple[Any, ...], Any, list[An
     return tuple(values[:count]), values[count], values[count + 1 :]
 
 
-for _kind in (Stream, TensorLikeStream):
+for _kind in (Stream, TensorStream):
     pytree.register_pytree_node(_kind, _flatten, _unflatten, serialized_type_name=f"attnres_compile.{_kind.__name__}")
 
 

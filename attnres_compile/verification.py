@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import contextlib
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from attnres_compile.attach import ATTRIBUTE
+from attnres_compile.capture.copies import shared_copy
 from attnres_compile.capture.inputs import Inputs, other_shapes
 from attnres_compile.errors import RefusedError, VerificationError
 from attnres_compile.report import Check
@@ -25,7 +26,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torc
 def run_checks(
     original: nn.Module, transformed: nn.Module, inputs: Inputs, pushes: dict[int, int] | None, mode: Mode
 ) -> list[Check]:
-    """Run the checks on two models that may be worn out by it: counters and buffers in them move on.
+    """Run the checks on copies of the two models that share their parameters.
 
     Args:
         original: the model before.
@@ -39,19 +40,23 @@ def run_checks(
     """
     if mode == "off":
         return []
+    checks = []
     with torch.random.fork_rng(), torch.enable_grad():
-        with zero_queries(transformed):
-            checks = [_forward(original, transformed, inputs, "zero queries equal the original")]
-            if pushes is not None:
-                checks.append(_seen(transformed, inputs, pushes))
-            if mode == "full":
-                second = next((other for other in other_shapes(inputs) if _runs(original, other)), None)
-                if second is not None:
-                    checks.append(_forward(original, transformed, second, "the same at a second shape"))
-                for training in (False, True):
-                    name = "training" if training else "eval"
-                    checks.append(_gradients(original, transformed, inputs, training, f"gradients in {name} mode"))
-        checks += _alive(transformed, inputs)
+        observer = _observed(transformed, inputs)
+        tolerance = _tolerance(original, observer)
+        pair = _Pair(original, transformed, tolerance)
+        checks.append(pair.forward("zero queries equal the original", inputs))
+        if pushes is not None:
+            wrong = sum(abs(observer.pushes.get(chain, 0) - count) for chain, count in pushes.items())
+            seen = sum(observer.pushes.get(chain, 0) for chain in pushes)
+            checks.append(Check(f"pushes seen {seen} = adds found {sum(pushes.values())}", float(wrong), 0.0))
+        if mode == "full":
+            second = next((other for other in other_shapes(inputs) if _runs(original, other)), None)
+            if second is not None:
+                checks.append(pair.forward("the same at a second shape", second))
+            checks.append(pair.gradients("gradients in eval mode", inputs, training=False))
+            checks.append(pair.gradients("outputs and gradients in training mode", inputs, training=True))
+        checks += _alive(transformed, inputs, observer if pushes is not None else None)
     return checks
 
 
@@ -68,30 +73,6 @@ def raise_failures(checks: list[Check], model: str) -> None:
             f"{model} does not compute the same with depth attention: {figures}. The model is left as it was. If the "
             "model is noisy by itself, pass verify='off' and compare with attnres_compile.verify"
         )
-
-
-@contextmanager
-def zero_queries(model: nn.Module) -> Iterator[None]:
-    """Set every pseudo-query to zero inside the block."""
-    with _queries(model, lambda query: query.zero_()):
-        yield
-
-
-@contextmanager
-def _queries(model: nn.Module, fill: Callable[[Tensor], object]) -> Iterator[None]:
-    queries = [reads.query for reads in model.get_submodule(ATTRIBUTE).children()]
-    before = [query.detach().clone() for query in queries]
-    try:
-        with torch.no_grad():
-            for query in queries:
-                assert isinstance(query, Tensor)
-                fill(query)
-        yield
-    finally:
-        with torch.no_grad():
-            for query, value in zip(queries, before, strict=True):
-                assert isinstance(query, Tensor)
-                query.copy_(value)
 
 
 def call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -126,37 +107,74 @@ def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     return worst if worst == worst else float("inf")
 
 
-def _tolerance(model: nn.Module, outputs: list[Tensor] | None = None) -> float:
-    dtypes = {tensor.dtype for tensor in (*model.parameters(), *(outputs or ())) if tensor.is_floating_point()}
+def _in_mode(model: nn.Module, training: bool) -> nn.Module:
+    """A copy in eval or in training mode; what torch.export makes has only the mode it was captured in."""
+    copied = shared_copy(model)
+    with contextlib.suppress(NotImplementedError):
+        copied.train(training)
+    return copied
+
+
+def _tolerance(model: nn.Module, observer: Observer) -> float:
+    """That of the narrowest dtype which the model computes in."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | observer.dtypes
     return max((TOLERANCE.get(dtype, 1e-1) for dtype in dtypes), default=TOLERANCE[torch.float32])
+
+
+def _observed(transformed: nn.Module, inputs: Inputs) -> Observer:
+    model = _in_mode(transformed, False)
+    with torch.no_grad(), Observer() as observer:
+        observer.dtypes |= {output.dtype for output in call(model, inputs)}
+    return observer
 
 
 def _runs(model: nn.Module, inputs: Inputs) -> bool:
     try:
         with torch.no_grad():
-            call(model, inputs)
+            call(_in_mode(model, False), inputs)
     except Exception:  # whatever the user's model says to another length, this shape is not one of its own
         return False
     return True
 
 
-def _forward(
-    original: nn.Module, transformed: nn.Module, inputs: Inputs, name: str, pushes: dict[int, int] | None
-) -> Check:
-    original.eval()
-    transformed.eval()
-    with torch.no_grad():
-        expected, actual = call(original, inputs), call(transformed, inputs)
-    return Check(name, relative_error(actual, expected), _tolerance(original, expected))
+@dataclass(frozen=True)
+class _Pair:
+    """The two models. Each check takes fresh copies: a forward may change buffers, counters and flags."""
+
+    original: nn.Module
+    transformed: nn.Module
+    tolerance: float
+
+    def fresh(self, training: bool) -> tuple[nn.Module, nn.Module]:
+        transformed = _in_mode(self.transformed, training)
+        for reads in transformed.get_submodule(ATTRIBUTE).children():
+            # The copy shares the parameters, which a user may have trained; its queries are zeros of its own.
+            reads.query = nn.Parameter(torch.zeros_like(reads.get_parameter("query")))
+        return _in_mode(self.original, training), transformed
+
+    def forward(self, name: str, inputs: Inputs) -> Check:
+        original, transformed = self.fresh(training=False)
+        with torch.no_grad():
+            expected, actual = call(original, inputs), call(transformed, inputs)
+        return Check(name, relative_error(actual, expected), self.tolerance)
+
+    def gradients(self, name: str, inputs: Inputs, *, training: bool) -> Check:
+        original, transformed = self.fresh(training)
+        names = [name for name, p in original.named_parameters() if p.requires_grad and p.is_floating_point()]
+        expected_outputs, expected = gradients(original, inputs, names)
+        outputs, actual = gradients(transformed, inputs, names)
+        lost = [key for key, value in expected.items() if (value is None) != (actual[key] is None)]
+        if lost:
+            return Check(f"{name} ({len(lost)} of {len(expected)} lost, first {lost[0]})", float("inf"), 0.0)
+        pairs = [(a, e) for a, e in zip(actual.values(), expected.values(), strict=True) if a is not None and e is not None]
+        scale = max((_magnitude(e) for _, e in pairs), default=0.0)
+        worst = max((_magnitude(a.double() - e.double()) for a, e in pairs), default=0.0)
+        error = max(worst / scale if scale else worst, relative_error(outputs, expected_outputs))
+        return Check(name, error, self.tolerance)
 
 
-def _seen(transformed: nn.Module, inputs: Inputs, pushes: dict[int, int]) -> Check:
-    transformed.eval()
-    with torch.no_grad(), Observer() as observer:
-        call(transformed, inputs)
-    wrong = sum(abs(observer.pushes.get(chain, 0) - count) for chain, count in pushes.items())
-    seen = sum(observer.pushes.get(chain, 0) for chain in pushes)
-    return Check(f"pushes seen {seen} = adds found {sum(pushes.values())}", float(wrong), 0.0)
+def _magnitude(tensor: Tensor) -> float:
+    return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
 
 
 def _loss(outputs: list[Tensor]) -> Tensor:
@@ -169,15 +187,18 @@ def _loss(outputs: list[Tensor]) -> Tensor:
     return total
 
 
-def gradients(model: nn.Module, inputs: Inputs, names: list[str]) -> dict[str, Tensor | None]:
-    """Gradients of the named parameters for a fixed projection of the outputs; None where one gets none."""
-    named = dict(model.named_parameters())
-    chosen = [named[name] for name in names if named[name].requires_grad]
-    loss = _loss(call(model, inputs))
-    if not loss.requires_grad or not chosen:
-        return dict.fromkeys(names)
+def gradients(model: nn.Module, inputs: Inputs, names: list[str]) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """The outputs, and gradients of the named parameters for a fixed projection of them; None where one gets none.
+
+    Raises:
+        RefusedError: the model uses reentrant checkpointing.
+    """
+    outputs = call(model, inputs)
+    loss = _loss(outputs)
+    if not loss.requires_grad or not names:
+        return outputs, dict.fromkeys(names)
     try:
-        found = torch.autograd.grad(loss, chosen, allow_unused=True)
+        found = torch.autograd.grad(loss, [model.get_parameter(name) for name in names], allow_unused=True)
     except RuntimeError as error:
         if "checkpoint" not in str(error).lower():
             raise
@@ -185,43 +206,32 @@ def gradients(model: nn.Module, inputs: Inputs, names: list[str]) -> dict[str, T
             "the model uses reentrant checkpointing, which loses the gradients of a residual stream; use "
             "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`"
         ) from error
-    return dict(zip((name for name in names if named[name].requires_grad), found, strict=True))
+    return outputs, dict(zip(names, found, strict=True))
 
 
-def _gradients(original: nn.Module, transformed: nn.Module, inputs: Inputs, training: bool, name: str) -> Check:
-    for model in (original, transformed):
-        model.train(training)
-    names = [name for name, parameter in original.named_parameters() if parameter.is_floating_point()]
-    expected, actual = gradients(original, inputs, names), gradients(transformed, inputs, names)
-    lost = [key for key, value in expected.items() if (value is None) != (actual[key] is None)]
-    if lost:
-        return Check(f"{name} ({len(lost)} of {len(expected)} lost, first {lost[0]})", float("inf"), 0.0)
-    pairs = [(actual[key], value) for key, value in expected.items() if value is not None]
-    scale = max((float(value.double().abs().max()) for _, value in pairs if value.numel()), default=0.0)
-    worst = max((float((a.double() - e.double()).abs().max()) for a, e in pairs if a is not None and e.numel()), default=0.0)
-    return Check(name, worst / scale if scale else worst, _tolerance(original))
-
-
-def _alive(transformed: nn.Module, inputs: Inputs) -> list[Check]:
-    """Random queries change the output, and every row of the parameters that a run reads with gets a gradient."""
-    transformed.eval()
+def _alive(transformed: nn.Module, inputs: Inputs, observer: Observer | None) -> list[Check]:
+    """Random queries change the output, every row is read, and every chain's parameters get a gradient."""
     generator = torch.Generator().manual_seed(SEED)
-
-    def fill(query: Tensor) -> None:
-        noise = torch.randn(query.shape, generator=generator, dtype=torch.float64)
-        query.copy_((noise * 2 / query.shape[-1] ** 0.5).to(query.device, query.dtype))
-
-    with torch.no_grad(), zero_queries(transformed):
-        before = call(transformed, inputs)
-    with _queries(transformed, fill):
-        names = [name for name, _ in transformed.named_parameters() if name.startswith(f"{ATTRIBUTE}.")]
-        found = gradients(transformed, inputs, [name for name in names if name.endswith("query")])
-        with torch.no_grad():
-            after = call(transformed, inputs)
-    unchanged = 0.0 if relative_error(after, before) > 0 else 1.0
-    rows = [row for gradient in found.values() if gradient is not None for row in gradient]
-    dead = sum(1 for row in rows if not bool(row.any())) + sum(1 for gradient in found.values() if gradient is None)
-    return [
+    model = _in_mode(transformed, False)
+    chains = list(model.get_submodule(ATTRIBUTE).children())
+    with torch.no_grad():
+        for reads in chains:
+            shape, like = reads.get_parameter("query").shape, reads.get_parameter("query")
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64) * 2 / shape[-1] ** 0.5
+            reads.query = nn.Parameter(noise.to(like.device, like.dtype))
+    names = [f"{ATTRIBUTE}.{i}.query" for i in range(len(chains))]
+    after, found = gradients(model, inputs, names)
+    with torch.no_grad():
+        for reads in chains:
+            reads.get_parameter("query").zero_()
+        before = call(model, inputs)
+    unchanged = 0.0 if relative_error([a.detach() for a in after], before) > 0 else 1.0
+    dead = sum(1 for gradient in found.values() if gradient is None or not bool(gradient.any()))
+    checks = [
         Check("random queries change the output", unchanged, 0.0),
-        Check("reads without a gradient", float(dead), 0.0),
+        Check("chains whose queries get no gradient", float(dead), 0.0),
     ]
+    if observer is not None:
+        rows = sum(reads.get_parameter("query").shape[0] for reads in chains)
+        checks.append(Check(f"reads made {len(observer.rows)} = rows {rows}", float(rows - len(observer.rows)), 0.0))
+    return checks

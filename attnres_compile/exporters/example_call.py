@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from attnres_compile.capture.inputs import normalise
 from attnres_compile.errors import InputError
 
 Shapes: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any]
@@ -57,8 +58,8 @@ def example_call(
     Args:
         model: what is called.
         inputs: a tensor, a tuple of positional inputs, a mapping of keyword inputs (a BatchEncoding of
-            ``transformers`` is one), or None for those of an ExportedProgram or a Hugging Face model's
-            ``dummy_inputs``.
+            ``transformers`` is one), or None for those of an ExportedProgram, or for some that are made from a Hugging
+            Face model's config.
         output: picks what is exported from the model's result.
 
     Raises:
@@ -68,16 +69,13 @@ def example_call(
     if isinstance(model, ExportedProgram):
         if output is not None:
             raise InputError("the outputs of an ExportedProgram are fixed; export the module to choose among them")
-        recorded = model.example_inputs
-        args, kwargs = recorded if inputs is None and recorded else _split(inputs)
-        return ExampleCall(model.module(), args, _ordered(kwargs, recorded[1] if recorded else ()))
-    args, kwargs = _split(getattr(model, "dummy_inputs", None) if inputs is None else inputs)
-    parameters = inspect.signature(model.forward).parameters
-    if "use_cache" in parameters:
-        kwargs = {"use_cache": False, **kwargs}
-    module = model if output is None else _Selected(model, output)
+        module, recorded = model.module(), model.example_inputs
+        args, kwargs = recorded if inputs is None and recorded else normalise(module, inputs)
+        return ExampleCall(module, args, _ordered(kwargs, recorded[1] if recorded else ()))
+    args, kwargs = normalise(model, inputs)
+    selected = model if output is None else _Selected(model, output)
     # torch.export pairs keyword inputs with dynamic shapes by position.
-    call = ExampleCall(module, args, _ordered(kwargs, parameters))
+    call = ExampleCall(selected, args, _ordered(kwargs, inspect.signature(model.forward).parameters))
     call.arguments()
     return call
 
@@ -228,17 +226,6 @@ class _Selected(nn.Module):
             return output(model(*args, **kwargs))
 
         self.forward = forward
-
-
-def _split(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    given = "none were given" if inputs is None else f"got {type(inputs).__name__}"
-    raise InputError(f"example inputs are a tensor, a tuple or a mapping of keyword inputs; {given}")
 
 
 def _ordered(kwargs: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def export_onnx(
     Args:
         model: a module in fp32 or fp16, or an ExportedProgram.
         args: example inputs: a tensor, a tuple, a mapping of keyword inputs such as a BatchEncoding; None for those of
-            the ExportedProgram, or the ``dummy_inputs`` of a Hugging Face model.
+            the ExportedProgram, or for some made from a Hugging Face model's config.
         path: the file; an existing one is replaced.
         dynamic_shapes: as ``torch.export.export`` takes them; parameters left out are static, ``{}`` makes all static.
             None: axis 0 of all tensors is dynamic, and axis 1 of integer tensors ``[batch, length]``.

@@ -91,7 +91,7 @@ def _not_scale_invariant(chain: ResidualChain, module: fx.GraphModule) -> str | 
 def detect(module: fx.GraphModule) -> tuple[list[ResidualChain], list[Refusal]]:
     """Chains in execution order, and what looked like one but is not."""
     sums = residual_sums.find(module)
-    evidence = {add.node for add in sums}
+    evidence = {add.node for add in sums.residual}
     sources = starts.sources(module, sums)
     chains = follow(module, sources, Boundaries({}, {}))
     for chain in chains:
@@ -100,17 +100,18 @@ def detect(module: fx.GraphModule) -> tuple[list[ResidualChain], list[Refusal]]:
             sources = {**sources, moved[0]: moved[1]}
     chains = _with_boundaries(module, sources, evidence)
     kept = [chain for chain in chains if chain.sublayers >= 2]
-    refusals = [
-        Refusal(_why_not(chain, module), chain.pushes[0].node.name, _nodes.location(chain.pushes[0].node))
-        for chain in chains
-        if chain.sublayers < 2 and chain.pushes
-    ]
     if len(kept) < len(chains):
         # What a refused stream passes through must not count: follow the others alone.
         sources = {chain.source: sources[chain.source] for chain in kept}
         kept = _with_boundaries(module, sources, evidence)
     for chain in kept:
         _anchor(chain)
+    pushed = {push.node for chain in kept for push in chain.pushes}
+    refusals = [
+        Refusal(_why_not(add.node, module), add.node.name, _nodes.location(add.node))
+        for add in sums.residual
+        if add.node not in pushed and add.root not in evidence
+    ]
     return kept, refusals
 
 
@@ -140,13 +141,10 @@ def _anchor(chain: ResidualChain) -> None:
     chain.anchors = {path: tuple(sorted(visits.values())) for path, visits in entries.items()}
 
 
-def _why_not(chain: ResidualChain, module: fx.GraphModule) -> str:
-    push = chain.pushes[-1].node
-    names = {_nodes.name_of(reader, module) for readers in chain.readers.values() for reader in readers}
-    following = {_nodes.name_of(user, module) for user in push.users} - METADATA
-    if following and following <= NORMS or (following & NORMS and len(chain.pushes) == 1):
+def _why_not(add: fx.Node, module: fx.GraphModule) -> str:
+    following = {_nodes.name_of(user, module) for user in add.users} - METADATA
+    if following & NORMS:
         return "post-norm: the sum is normalised before the next add, so no residual stream goes on"
     if following & ACTIVATIONS:
         return "activation after the add: the sum passes through it before the next add, so no residual stream goes on"
-    count = len(chain.pushes)
-    return f"the stream ends after {count} add{'s' * (count > 1)}; it is read next by {', '.join(sorted(names)) or 'nothing'}"
+    return f"the stream ends after one sublayer; it is read next by {', '.join(sorted(following)) or 'nothing'}"

@@ -6,6 +6,7 @@ This is the half of detection that looks for evidence; ``detect_chains`` follows
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -17,8 +18,10 @@ from attnres_compile.arithmetic import (
     ROW_MAJOR,
     SCALINGS,
     UNCHANGED,
+    Addition,
     as_addition,
     carried_axis,
+    operation_name,
     scaling_factor,
 )
 from attnres_compile.passes import _nodes
@@ -32,71 +35,97 @@ class ResidualSum:
 
     Attributes:
         node: the add.
-        skip: its operand that continues the stream.
-        root: what ``skip`` is a carried form of; ``path`` leads from ``skip`` back to it.
-        path: the nodes from ``skip`` to ``root``, both included.
+        root: what the operand that continues the stream is a carried form of.
+        path: the nodes from that operand back to ``root``, both included.
     """
 
     node: fx.Node
-    skip: fx.Node
     root: fx.Node
     path: tuple[fx.Node, ...]
 
 
-def find(module: fx.GraphModule) -> list[ResidualSum]:
-    """All residual adds, in graph order, in one sweep: ancestors are bit sets over the possible skips."""
-    candidates = [(node, *_operands(node, module)) for node in module.graph.nodes if _is_sum(node, module)]
-    paths = {operand: carried_path(operand, module) for _, *operands in candidates for operand in operands}
+@dataclass(frozen=True)
+class Sums:
+    """The residual adds of a graph, in graph order, and how many follow each other from a node on."""
+
+    residual: tuple[ResidualSum, ...]
+    depth: dict[fx.Node, int]
+
+
+def find(module: fx.GraphModule) -> Sums:
+    """All residual adds in one sweep: ancestors are bit sets over the possible skips."""
+    additions = {node: found for node in module.graph.nodes if (found := _addition(node, module)) is not None}
+    paths = {operand: carried_path(operand, module) for found in additions.values() for operand in _terms(found)}
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     roots = sorted({path[-1] for path in paths.values()}, key=order.__getitem__)
     lineage = {root: 1 << i for i, root in enumerate(roots)}
-    through_weight = _ancestors(module, dict(lineage))
-    found = []
-    for node, first, second in candidates:
-        pairs = [(first, second), (second, first)]
-        skips = [skip for skip, other in pairs if through_weight[other] & lineage[paths[skip][-1]]]
-        skips = [skip for skip in skips if _nodes.shape(skip) == _nodes.shape(node)]
-        if skips:
-            # The latest state is the stream; an earlier one is re-injected.
-            skip = max(skips, key=lambda s: order[paths[s][-1]])
-            found.append(ResidualSum(node, skip, paths[skip][-1], paths[skip]))
+    ancestors = _ancestors(module, dict(lineage))
+    residual: dict[fx.Node, ResidualSum] = {}
+    for node, addition in additions.items():
+        states = []
+        for skip, evidence in _evidence(addition, ancestors):
+            bits = lineage[paths[skip][-1]]
+            if evidence & bits:
+                # A later state of the same stream among the terms is the stream; this term is re-injected.
+                roots = {term: paths[term][-1] for term in _terms(addition)}
+                later = [t for t, root in roots.items() if t is not skip and root in residual and lineage[root] & bits]
+                states += later or [skip]
+        states = [state for state in states if _nodes.shape(state) == _nodes.shape(node)]
+        if states:
+            path = paths[max(states, key=lambda state: order[paths[state][-1]])]
+            residual[node] = ResidualSum(node, path[-1], path)
             # A branch that left the stream earlier is one of this state as well (parallel attention and MLP).
-            lineage[node] = lineage.get(node, 0) | lineage[paths[skip][-1]]
-    return found
+            lineage[node] = lineage.get(node, 0) | lineage[path[-1]]
+    depth: dict[fx.Node, int] = {}
+    for node, addition in reversed(additions.items()):
+        terms = [residual[node].root] if node in residual else [paths[term][-1] for term in _terms(addition)]
+        for root in terms:
+            depth[root] = max(depth.get(root, 0), depth.get(node, 0) + (node in residual))
+    return Sums(tuple(residual.values()), depth)
 
 
-def _is_sum(node: fx.Node, module: fx.GraphModule) -> bool:
+def _addition(node: fx.Node, module: fx.GraphModule) -> Addition | None:
     if node.op not in ("call_function", "call_method") or not _nodes.is_float(node):
-        return False
+        return None
     addition = as_addition(_nodes.name_of(node, module), node.args, node.kwargs)
-    found = _nodes.shape(node)
-    return addition is not None and found is not None and len(found) > 1 and len(_operands(node, module)) == 2
+    if addition is None or len(_nodes.shape(node) or ()) < 2:
+        return None
+    operands = (addition.skip, *addition.branch) if addition.product is not None else (addition.skip, addition.branch)
+    return addition if all(isinstance(operand, fx.Node) for operand in operands) else None
 
 
-def _operands(node: fx.Node, module: fx.GraphModule) -> tuple[fx.Node, ...]:
-    addition = as_addition(_nodes.name_of(node, module), node.args, node.kwargs)
-    if addition is None or not isinstance(addition.skip, fx.Node):
-        return ()
-    branch = addition.branch[-1] if addition.product is not None else addition.branch
-    if addition.product is not None:
-        # A fused form multiplies two operands; the branch depends on the skip if either does.
-        branch = next((b for b in addition.branch if isinstance(b, fx.Node) and b.op == "call_function"), branch)
-    return (addition.skip, branch) if isinstance(branch, fx.Node) else ()
+def _terms(addition: Addition) -> tuple[fx.Node, ...]:
+    return (addition.skip,) if addition.product is not None else (addition.skip, addition.branch)
 
 
-def _ancestors(module: fx.GraphModule, bits: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Per node the marked nodes that it depends on through a weight, as a bit set."""
-    reaches: dict[fx.Node, int] = {}
-    through: dict[fx.Node, int] = {}
+def _evidence(addition: Addition, ancestors: _Ancestors) -> list[tuple[fx.Node, int]]:
+    """Per operand that may continue a stream, what the rest of the sum depends on through a weight."""
+    skip, branch = addition.skip, addition.branch
+    if addition.product is None:
+        return [(skip, ancestors.weighted[branch]), (branch, ancestors.weighted[skip])]
+    mixes = operation_name(addition.product) in _nodes.WEIGHT_OPS
+    known = ancestors.all if mixes else ancestors.weighted
+    return [(skip, known[branch[0]] | known[branch[1]])]
+
+
+class _Ancestors(NamedTuple):
+    """Per node the marked nodes that it depends on, and those that it depends on through a weight, as bit sets."""
+
+    all: dict[fx.Node, int]
+    weighted: dict[fx.Node, int]
+
+
+def _ancestors(module: fx.GraphModule, bits: dict[fx.Node, int]) -> _Ancestors:
+    found = _Ancestors({}, {})
     for node in module.graph.nodes:
         reach = weighted = 0
         for source in node.all_input_nodes:
-            reach |= reaches[source]
-            weighted |= through[source]
+            reach |= found.all[source]
+            weighted |= found.weighted[source]
         if reach and _nodes.has_weight(node, module):
             weighted |= reach
-        reaches[node], through[node] = reach | bits.get(node, 0), weighted
-    return through
+        found.all[node], found.weighted[node] = reach | bits.get(node, 0), weighted
+    return found
 
 
 def carried_path(node: fx.Node, module: fx.GraphModule) -> tuple[fx.Node, ...]:
@@ -110,7 +139,11 @@ def carried_path(node: fx.Node, module: fx.GraphModule) -> tuple[fx.Node, ...]:
 def carried_input(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:
     """The tensor that a carried operation passes on, or None."""
     name = _nodes.name_of(node, module)
-    if node.op not in ("call_function", "call_method", "call_module") or name not in CARRYING or not node.args:
+    if node.op not in ("call_function", "call_method", "call_module") or not node.args:
+        return None
+    if name in ("add", "radd") and any(isinstance(arg, int | float) and arg == 0 for arg in node.args):
+        return node.all_input_nodes[0]  # the 0 that Python's sum starts with
+    if name not in CARRYING:
         return None
     args = list(node.args)
     if name == "mul" and isinstance(args[0], fx.Node) and len(_nodes.shape(args[0]) or ()) == 0:

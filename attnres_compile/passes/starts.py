@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import fx
@@ -11,7 +10,7 @@ from torch import fx
 from attnres_compile.arithmetic import CASTS, DROPOUTS, PERMUTATIONS, UNCHANGED, permutation, as_addition
 from attnres_compile.chains import ResidualChain, Start
 from attnres_compile.passes import _nodes
-from attnres_compile.passes.residual_sums import ResidualSum, carried_input
+from attnres_compile.passes.residual_sums import Sums, carried_input
 
 CHANNELS_FIRST = frozenset(
     {"conv1d", "conv2d", "conv3d", "convolution", "group_norm", "batch_norm", "instance_norm", "GroupNorm"}
@@ -27,13 +26,12 @@ class Source(NamedTuple):
     start: Start | None
 
 
-def sources(module: fx.GraphModule, sums: Iterable[ResidualSum]) -> dict[fx.Node, Source]:
-    """Nodes at which a stream may start, by first add; one that turns out to be carried starts nothing."""
-    sums = list(sums)
+def sources(module: fx.GraphModule, sums: Sums) -> dict[fx.Node, Source]:
+    """Nodes at which a stream of two adds or more may start; one that turns out to be carried starts nothing."""
     found: dict[fx.Node, Source] = {}
-    seen = {add.node for add in sums}
-    for add in sums:
-        if add.root not in seen:
+    seen = {add.node for add in sums.residual}
+    for add in sums.residual:
+        if add.root not in seen and sums.depth[add.root] > 1:
             seen.add(add.root)
             node, start = _crossing(list(add.path), _nodes.calls(add.node)) or (add.root, None)
             axis = feature_axis(node, module)

@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,11 +65,21 @@ def test_forms_of_inputs(inputs: Any, args: int, kwargs: list[str]) -> None:
     assert call.tensors()[0] is IDS
 
 
-def test_dummy_inputs_stand_in() -> None:
-    class WithDummies(Model):
-        dummy_inputs = {"ids": IDS}  # noqa: RUF012
+def test_inputs_made_from_a_config() -> None:
+    class WithConfig(nn.Module):
+        config = SimpleNamespace(vocab_size=11)
+        main_input_name = "input_ids"
 
-    assert example_call(WithDummies(), None).kwargs["ids"] is IDS
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 8)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.embedding(input_ids)
+
+    call = example_call(WithConfig(), None)
+    assert list(call.kwargs) == ["input_ids"]
+    assert call.outputs()[0][1].shape == (*call.tensors()[0].shape, 8)
 
 
 @pytest.mark.parametrize("inputs", [None, 3, {"tokens": IDS}, (IDS, MASK, True, 4)])

@@ -510,7 +510,7 @@ def test_options_and_inputs_that_cannot_work(tmp_path: Path) -> None:
     path, x = tmp_path / "model.onnx", normal(2, 3, WIDTH)
     cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (OptionError, "20 to 25", lambda: export_onnx(Small(), x, path, opset_version=26)),
-        (InputError, "none were given", lambda: export_onnx(Small(), None, path)),
+        (InputError, "needs example_inputs", lambda: export_onnx(Small(), None, path)),
         (InputError, "missing a required argument: 'x'", lambda: export_onnx(Small(), {"y": x}, path)),
         (ExportError, r"\.float\(\)", lambda: export_onnx(Small().double(), x.double(), path)),
         (ExportError, "leave it out", lambda: export_onnx(Small(), x, path, dynamic_shapes={"x": {2: "width"}})),
