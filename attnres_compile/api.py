@@ -13,15 +13,16 @@ from attnres_compile import graphs
 from attnres_compile.attach import ATTRIBUTE, Attachment, attach, is_attached
 from attnres_compile.capture.copies import shared_copy
 from attnres_compile.capture.inputs import Inputs, normalise
-from attnres_compile.capture.trace import capture
+from attnres_compile.capture.trace import Captured, capture
 from attnres_compile.chains import ResidualChain
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import InputError, RefusedError
 from attnres_compile.passes import _nodes
 from attnres_compile.passes.base import Subject, run
-from attnres_compile.passes.pipelines import LIVE
+from attnres_compile.passes.pipelines import live
 from attnres_compile.placement import attachments
 from attnres_compile.report import AttnResReport, ChainReport, Check, RefusalReport
+from attnres_compile.stream import Observer
 from attnres_compile.verification import Mode, raise_failures, run_checks
 
 M = TypeVar("M", nn.Module, ExportedProgram)
@@ -153,11 +154,32 @@ def _analyse(
 ) -> tuple[AttnResReport, list[Attachment], dict[int, int]]:
     """The report, what to attach, and the adds per chain. Changes nothing."""
     captured = capture(model, inputs)
-    subject = run(LIVE, Subject(captured.module, config))
+    report, found, pushes = _found(model, captured, inputs, config, outermost=True)
+    if found and _pushes(model, found, inputs, config) != pushes:
+        # A module that only reads in the graph may still hand the stream on; its parts then read for themselves.
+        report, found, pushes = _found(model, captured, inputs, config, outermost=False)
+    return report, found, pushes
+
+
+def _found(
+    model: nn.Module, captured: Captured, inputs: Inputs, config: AttnResConfig, *, outermost: bool
+) -> tuple[AttnResReport, list[Attachment], dict[int, int]]:
+    subject = run(live(outermost=outermost), Subject(captured.module, config))
     report = _report(type(model).__name__, captured.front_end, subject)
     chains = _selected(subject, report)
     pushes = {chain.plan.chain: len(chain.pushes) for chain in chains if chain.plan is not None}
     return report, attachments(model, captured, chains, inputs) if chains else [], pushes
+
+
+def _pushes(model: nn.Module, found: list[Attachment], inputs: Inputs, config: AttnResConfig) -> dict[int, int] | None:
+    """Pushes per chain of one run, or None where it fails: verification then says why."""
+    trial = _attached(shared_copy(model), found, config).eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), Observer() as observer:
+            trial(*inputs.args, **inputs.kwargs)
+    except Exception:  # the checks run the model again and report what it says
+        return None
+    return observer.pushes
 
 
 def _attached(model: nn.Module, found: list[Attachment], config: AttnResConfig) -> nn.Module:

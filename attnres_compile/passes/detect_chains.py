@@ -44,14 +44,16 @@ class DetectChains:
 
     Attributes:
         live: keep only chains that a live module can start, those whose source crosses a module boundary.
+        outermost: a boundary is the outermost module that only reads; otherwise the innermost.
     """
 
     live: bool = False
+    outermost: bool = True
 
     def __call__(self, subject: Subject) -> bool:
         """Find the chains and the refused candidates; True when there are others than before."""
         before = [(chain.source, len(chain.pushes)) for chain in subject.chains]
-        chains, refusals = detect(subject.module)
+        chains, refusals = detect(subject.module, outermost=self.outermost)
         if self.live:
             chains = _keep(chains, refusals, lambda chain: NO_BOUNDARY if chain.start is None else None)
         if not subject.config.preserve:
@@ -88,7 +90,7 @@ def _not_scale_invariant(chain: ResidualChain, module: fx.GraphModule) -> str | 
     return None
 
 
-def detect(module: fx.GraphModule) -> tuple[list[ResidualChain], list[Refusal]]:
+def detect(module: fx.GraphModule, *, outermost: bool = True) -> tuple[list[ResidualChain], list[Refusal]]:
     """Chains in execution order, and what looked like one but is not."""
     sums = residual_sums.find(module)
     evidence = {add.node for add in sums.residual}
@@ -98,13 +100,14 @@ def detect(module: fx.GraphModule) -> tuple[list[ResidualChain], list[Refusal]]:
         # A live model can start a stream only where a value crosses a module boundary.
         if chain.start is None and chain.pushes and (moved := starts.upstream(chain, module)) is not None:
             sources = {**sources, moved[0]: moved[1]}
-    chains = _with_boundaries(module, sources, evidence)
+    chains = _with_boundaries(module, sources, evidence, outermost)
     kept = [chain for chain in chains if chain.sublayers >= 2]
     if len(kept) < len(chains):
         # What a refused stream passes through must not count: follow the others alone.
         sources = {chain.source: sources[chain.source] for chain in kept}
-        kept = _with_boundaries(module, sources, evidence)
+        kept = _with_boundaries(module, sources, evidence, outermost)
     for chain in kept:
+        chain.start = starts.at_output(chain) or chain.start
         _anchor(chain)
     pushed = {push.node for chain in kept for push in chain.pushes}
     refusals = [
@@ -116,13 +119,13 @@ def detect(module: fx.GraphModule) -> tuple[list[ResidualChain], list[Refusal]]:
 
 
 def _with_boundaries(
-    module: fx.GraphModule, sources: dict[fx.Node, starts.Source], evidence: set[fx.Node]
+    module: fx.GraphModule, sources: dict[fx.Node, starts.Source], evidence: set[fx.Node], outermost: bool
 ) -> list[ResidualChain]:
-    """Follow the streams, with the outermost modules that only read as boundaries where no push is lost by that."""
+    """Follow the streams, with the modules that only read as boundaries where no push is lost by that."""
     free = follow(module, sources, Boundaries({}, {}))
     essential = [chain.main_path(evidence) for chain in free]
-    for outermost in (True, False):
-        boundaries = Boundaries.around(free, essential, outermost=outermost)
+    for outer in dict.fromkeys((outermost, False)):
+        boundaries = Boundaries.around(free, essential, outermost=outer)
         bounded = follow(module, sources, boundaries)
         kept = {chain.source: {push.node for push in chain.pushes} for chain in bounded}
         if all(main <= kept.get(chain.source, set()) for chain, main in zip(free, essential, strict=True)):

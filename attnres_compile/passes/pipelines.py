@@ -7,13 +7,18 @@ from attnres_compile.passes.detect_chains import DetectChains
 from attnres_compile.passes.inline_regions import InlineRegions
 from attnres_compile.passes.plan_blocks import PlanBlocks
 
-LIVE: tuple[Pass, ...] = (
-    # First, because a residual add inside a nested graph is seen by no other pass. The graph is only read, so
-    # autocast regions may lose their dtype.
-    InlineRegions(autocast=True),
-    DetectChains(live=True),
-    PlanBlocks(),
-)
+
+
+def live(*, outermost: bool) -> tuple[Pass, ...]:
+    """The analysis of a live module's graph, which is only read."""
+    return (
+        # First, because a residual add inside a nested graph is seen by no other pass. The graph does not run, so
+        # autocast regions may lose their dtype.
+        InlineRegions(autocast=True),
+        DetectChains(live=True, outermost=outermost),
+        PlanBlocks(),
+    )
+
 
 GRAPH: tuple[Pass, ...] = (
     # The graph will run: an autocast region stays, and is a reader like any other operation.

@@ -58,24 +58,28 @@ def find(module: fx.GraphModule) -> Sums:
     paths = {operand: carried_path(operand, module) for found in additions.values() for operand in _terms(found)}
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     roots = sorted({path[-1] for path in paths.values()}, key=order.__getitem__)
-    lineage = {root: 1 << i for i, root in enumerate(roots)}
-    ancestors = _ancestors(module, dict(lineage))
+    own = {root: 1 << i for i, root in enumerate(roots)}
+    lineage = dict(own)
+    ancestors = _ancestors(module, own)
     residual: dict[fx.Node, ResidualSum] = {}
     for node, addition in additions.items():
-        states = []
-        for skip, evidence in _evidence(addition, ancestors):
-            bits = lineage[paths[skip][-1]]
-            if evidence & bits:
-                # A later state of the same stream among the terms is the stream; this term is re-injected.
-                roots = {term: paths[term][-1] for term in _terms(addition)}
-                later = [t for t, root in roots.items() if t is not skip and root in residual and lineage[root] & bits]
-                states += later or [skip]
-        states = [state for state in states if _nodes.shape(state) == _nodes.shape(node)]
-        if states:
-            path = paths[max(states, key=lambda state: order[paths[state][-1]])]
+        root_of = {term: paths[term][-1] for term in _terms(addition)}
+        evidence = _evidence(addition, ancestors)
+        # The skip is an ancestor of another term. Failing that, an earlier state of it is: a branch that left the
+        # stream earlier (parallel attention and MLP).
+        skips = [term for term, found in evidence if found & own[root_of[term]]]
+        skips = skips or [term for term, found in evidence if found & lineage[root_of[term]]]
+        # A later state of the same stream among the terms is the stream; the skip is re-injected.
+        for skip in list(skips):
+            bits = lineage[root_of[skip]]
+            skips += [t for t, root in root_of.items() if t is not skip and root in residual and lineage[root] & bits]
+        skips = [skip for skip in skips if _nodes.shape(skip) == _nodes.shape(node)]
+        if skips:
+            path = paths[max(skips, key=lambda skip: order[paths[skip][-1]])]
             residual[node] = ResidualSum(node, path[-1], path)
-            # A branch that left the stream earlier is one of this state as well (parallel attention and MLP).
-            lineage[node] = lineage.get(node, 0) | lineage[path[-1]]
+        continued = [residual[node].root] if node in residual else root_of.values()
+        for root in continued:
+            lineage[node] = lineage.get(node, 0) | lineage[root]
     depth: dict[fx.Node, int] = {}
     for node, addition in reversed(additions.items()):
         terms = [residual[node].root] if node in residual else [paths[term][-1] for term in _terms(addition)]

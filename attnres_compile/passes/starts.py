@@ -56,10 +56,11 @@ def upstream(chain: ResidualChain, module: fx.GraphModule) -> tuple[fx.Node, Sou
 
 
 def _crossing(path: list[fx.Node], inside: tuple[_nodes.Call, ...]) -> tuple[fx.Node, Start] | None:
-    root = path[-1]
-    outer = _nodes.calls(root)
-    if root.op == "get_attr" or (root.op == "placeholder" and root.meta.get("is_parameter")):
+    while path and (path[-1].op == "get_attr" or path[-1].meta.get("is_parameter")):
+        path = path[:-1]  # a parameter crosses no boundary, what it is expanded to may
+    if not path:
         return None
+    outer = _nodes.calls(path[-1])
     shared = 0
     while shared < min(len(inside), len(outer)) and inside[shared].key == outer[shared].key:
         shared += 1
@@ -72,6 +73,19 @@ def _crossing(path: list[fx.Node], inside: tuple[_nodes.Call, ...]) -> tuple[fx.
         node = next(n for n in path if any(call.key == left.key for call in _nodes.calls(n)))
         return node, Start(left.path, "output", _nodes.shape(node) or ())
     return None
+
+
+def at_output(chain: ResidualChain) -> Start | None:
+    """For a source that several modules receive: the module that it is the output of, if any."""
+    depth = len(chain.container.split(".")) + 1 if chain.container else 1
+    receivers = {_nodes.calls(push.node)[depth : depth + 1] for push in chain.pushes if push.previous is None}
+    if len(receivers) < 2 or chain.start is None or chain.start.side == "output":
+        return None
+    inside, outer = _nodes.calls(chain.pushes[0].node), _nodes.calls(chain.source)
+    shared = 0
+    while shared < min(len(inside), len(outer)) and inside[shared].key == outer[shared].key:
+        shared += 1
+    return Start(outer[shared].path, "output", chain.start.shape) if shared < len(outer) else None
 
 
 def _upstream(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:

@@ -227,7 +227,7 @@ def shift_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ..
     return (args[0] + 1,)
 
 
-@PROGRAMS.net(pushes=11)
+@PROGRAMS.net(pushes=12)
 class ForwardPreHooks(Net):
     """A pre-hook of the user's adds 1 to each layer's input. Eight pushes of branches and, if a number counts as one,
     three of 1: the first hook runs before the stream starts, as it was registered earlier."""

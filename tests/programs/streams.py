@@ -228,7 +228,7 @@ class KeptInList(Net):
         return sum(states[1:], states[0]) / 4
 
 
-@PROGRAMS.net(pushes=9)
+@PROGRAMS.net(pushes=8)
 class MeanOfStates(Net):
     """The loop reads each state's mean, and adds them at the end, broadcast: eight pushes of branches and one."""
 
@@ -247,7 +247,7 @@ class TwoStreamLayer(Pair):
         return x + update, context + self.g(torch.cat([context, x], 1))[:, :length]
 
 
-@PROGRAMS.net(pushes=13)
+@PROGRAMS.net(pushes=8)
 class TwoStreams(Net):
     """Two streams through the same layers, with four adds on each. The branch of the first reads their sum, four
     pushes that lead nowhere else, and one more sum ends it."""
