@@ -229,8 +229,8 @@ def shift_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ..
 
 @PROGRAMS.net(pushes=12)
 class ForwardPreHooks(Net):
-    """A pre-hook of the user's adds 1 to each layer's input. Eight pushes of branches and, if a number counts as one,
-    three of 1: the first hook runs before the stream starts, as it was registered earlier."""
+    """A pre-hook of the user's adds 1 to each layer's input. Eight pushes of branches and four of 1: the
+    user's hooks belong to the layer, which the stream enters before them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -230,7 +230,8 @@ class KeptInList(Net):
 
 @PROGRAMS.net(pushes=8)
 class MeanOfStates(Net):
-    """The loop reads each state's mean, and adds them at the end, broadcast: eight pushes of branches and one."""
+    """The loop reads each state's mean, and adds them at the end. A term that is constant along the features
+    is no source: eight pushes of branches."""
 
     def middle(self, x: Tensor) -> Tensor:
         means: Tensor | float = 0.0
@@ -249,8 +250,8 @@ class TwoStreamLayer(Pair):
 
 @PROGRAMS.net(pushes=8)
 class TwoStreams(Net):
-    """Two streams through the same layers, with four adds on each. The branch of the first reads their sum, four
-    pushes that lead nowhere else, and one more sum ends it."""
+    """Two streams through the same layers, with four adds on each. A sum of two streams reads both: the
+    branches' inputs and the end push nothing."""
 
     layer = TwoStreamLayer
 
