@@ -220,9 +220,7 @@ def _transform_program(program: ExportedProgram, config: AttnResConfig, mode: Mo
     return result
 
 
-def _transform_graph(
-    module: fx.GraphModule, inputs: Inputs, config: AttnResConfig, mode: Mode
-) -> fx.GraphModule:
+def _transform_graph(module: fx.GraphModule, inputs: Inputs, config: AttnResConfig, mode: Mode) -> fx.GraphModule:
     captured, subject = graphs.analyse_graph(module, inputs, config)
     report = _report(type(module).__name__, captured.front_end, subject)
     result = graphs.rewrite_graph(subject) if _selected(subject, report) else module

@@ -63,11 +63,9 @@ class Addition:
             return value
         if isinstance(self.factor, int | float) and self.factor == -1 and not isinstance(value, int | float):
             return call(torch.ops.aten.neg.default, value)
-        return self.factor * value if isinstance(value, int | float) else call(_scale_op(self.factor), value, self.factor)
-
-
-def _scale_op(factor: Any) -> Callable[..., Any]:
-    return torch.ops.aten.mul.Scalar if isinstance(factor, int | float) else torch.ops.aten.mul.Tensor
+        if isinstance(value, int | float):
+            return self.factor * value
+        return call(torch.ops.aten.mul.Tensor, value, self.factor)
 
 
 _FUSED = {
@@ -97,9 +95,7 @@ def as_addition(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ad
     return None
 
 
-def carried_axis(
-    name: str, args: Sequence[Any], before: Sequence[Any], after: Sequence[Any], axis: int
-) -> int | None:
+def carried_axis(name: str, args: Sequence[Any], before: Sequence[Any], after: Sequence[Any], axis: int) -> int | None:
     """Where the feature axis is after an operation that acts on every token alike, or None if it does not.
 
     Args:
@@ -140,10 +136,11 @@ def _leaves_last_axis(name: str, args: Sequence[Any], ndim: int, before: Sequenc
     consumed = [i for i in index if i is not None and i is not Ellipsis]
     if len(consumed) == len([i for i in index if i is not None]) and len(consumed) < ndim:
         return True
-    return len(consumed) < ndim and index[-1] is Ellipsis or index[-1] == slice(None)
+    return (len(consumed) < ndim and index[-1] is Ellipsis) or index[-1] == slice(None)
 
 
 def permutation(name: str, args: Sequence[Any], ndim: int) -> list[int] | None:
+    """For each axis of the result the axis that it was, or None where the arguments do not say."""
     order = list(range(ndim))
     if name in ("movedim", "moveaxis"):
         if not all(isinstance(a, int) for a in args[1:3]):

@@ -33,7 +33,8 @@ def analyse_graph(module: fx.GraphModule, inputs: Inputs, config: AttnResConfig)
 def analyse_program(program: ExportedProgram, config: AttnResConfig) -> tuple[Captured, Subject]:
     """Chains and plans of a copy of an exported program, functionalised where an in-place operation is on a chain."""
     captured, subject = _analyse(program, config)
-    if any(_mutates(node) for chain in subject.chains for push in chain.pushes for node in (push.node, *push.node.users)):
+    pushes = [push.node for chain in subject.chains for push in chain.pushes]
+    if any(_mutates(node) for push in pushes for node in (push, *push.users)):
         captured, subject = _analyse(program.run_decompositions({}), config)
     return captured, subject
 
@@ -83,9 +84,7 @@ def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:
     run((RewriteChains(parameters),), subject)
     graph = subject.module.graph
     signature = copy.deepcopy(program.graph_signature)
-    specs = [
-        InputSpec(InputKind.PARAMETER, TensorArgument(name=node.name), name) for name, (node, _) in added.items()
-    ]
+    specs = [InputSpec(InputKind.PARAMETER, TensorArgument(name=node.name), name) for name, (node, _) in added.items()]
     # Later chains put their placeholders before those of earlier ones.
     order = {node.name: i for i, node in enumerate(graph.nodes)}
     signature.input_specs = [*sorted(specs, key=lambda spec: order[spec.arg.name]), *signature.input_specs]  # type: ignore[union-attr]
@@ -109,14 +108,10 @@ def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:
 def _reads(chain: ResidualChain, config: AttnResConfig) -> DepthReads:
     assert chain.plan is not None
     value = chain.source.meta["val"]
-    return DepthReads(
-        chain.plan.reads, chain.width, key_norm=config.key_norm, device=value.device, dtype=value.dtype
-    )
+    return DepthReads(chain.plan.reads, chain.width, key_norm=config.key_norm, device=value.device, dtype=value.dtype)
 
 
-def _nodes_for(
-    reads: DepthReads, chain: ResidualChain, make: Callable[[str], fx.Node], where: object
-) -> Parameters:
+def _nodes_for(reads: DepthReads, chain: ResidualChain, make: Callable[[str], fx.Node], where: object) -> Parameters:
     assert chain.plan is not None
     made: list[fx.Node | None] = []
     with where:  # type: ignore[attr-defined]

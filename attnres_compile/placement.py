@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +79,7 @@ def _attachment(model: nn.Module, chain: ResidualChain, place: Place) -> Attachm
     )
 
 
-class _Found(Exception):  # noqa: N818 - stops an interpreter that has seen enough
+class _Found(Exception):
     pass
 
 
@@ -100,16 +101,12 @@ def _source_values(captured: Captured, sources: list[fx.Node]) -> dict[fx.Node, 
     recorder = _Recorder(captured.module, sources)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
-        try:
+        with contextlib.suppress(_Found):
             recorder.run(*captured.inputs)
-        except _Found:
-            pass
     return recorder.found
 
 
-def _crossing_values(
-    model: nn.Module, chains: list[ResidualChain], inputs: Inputs
-) -> dict[tuple[str, str], Seen]:
+def _crossing_values(model: nn.Module, chains: list[ResidualChain], inputs: Inputs) -> dict[tuple[str, str], Seen]:
     seen: dict[tuple[str, str], Seen] = defaultdict(list)
     for chain in chains:
         assert chain.start is not None

@@ -6,8 +6,7 @@ The same arithmetic serves live tensors and, with ``torch.fx.Proxy`` sources, th
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,19 +14,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from attnres_compile.arithmetic import (
-    CASTS,
-    DROPOUTS,
-    METADATA,
-    ROW_MAJOR,
-    SCALINGS,
-    UNCHANGED,
-    Addition,
-    as_addition,
-    carried_axis,
-    operation_name,
-    scaling_factor,
-)
 from attnres_compile.chains import BlockPlan
 from attnres_compile.errors import RefusedError
 from attnres_compile.reads import ReadParameters
@@ -46,6 +32,10 @@ class Phase(NamedTuple):
     o: tuple[Value, ...]
     m: tuple[Value, ...]
     l: tuple[Value, ...]
+
+    def of(self, row: int) -> tuple[Value, Value, Value]:
+        """The statistics for the read with this row."""
+        return self.o[row - self.first], self.m[row - self.first], self.l[row - self.first]
 
 
 class Observer:
@@ -84,6 +74,8 @@ class Stream:
         axis: the feature axis, counted from the end.
         plan: how the chain is cut into blocks.
         reads: the chain's parameters.
+        stale: where it was changed in place, empty if it was not.
+        folded_from: the finished blocks and their statistics before a reshape that folded the tokens.
     """
 
     blocks: tuple[Value, ...]
@@ -94,6 +86,7 @@ class Stream:
     plan: BlockPlan
     reads: ReadParameters
     stale: str = ""
+    folded_from: tuple[tuple[Value, ...], Phase | None] | None = None
 
     @property
     def sources(self) -> tuple[Value, ...]:
@@ -103,7 +96,8 @@ class Stream:
 
     def _with(self, blocks: tuple[Value, ...], partial: Value | None, phase: Phase | None, **changed: Any) -> Stream:
         position, axis = changed.get("position", self.position), changed.get("axis", self.axis)
-        return type(self)(blocks, partial, phase, position, axis, self.plan, self.reads)
+        folded_from = changed.get("folded_from", self.folded_from if _starts_with(blocks, self.blocks) else None)
+        return type(self)(blocks, partial, phase, position, axis, self.plan, self.reads, folded_from=folded_from)
 
     def current(self) -> Stream:
         """This state, unless it was changed in place since.
@@ -168,19 +162,20 @@ class Stream:
         if Observer.active is not None:
             Observer.active.rows.add((self.plan.chain, row))
         scale, eps = float(len(sources)) if self.plan.preserve else 1.0, self.plan.eps
-        key_norm = None if self.reads.key_norm is None else aten.select.int(self.reads.key_norm, 0, row)
-        query, phase = aten.select.int(self.reads.query, 0, row), self.phase
-        if phase is not None and phase.first <= row < phase.first + len(phase.o):
-            i = row - phase.first
-            statistics = phase.o[i], phase.m[i], phase.l[i]
-            if self.partial is None:
-                h = ops.merge.default(*statistics, None, None, None, eps, scale)
-                h = h if example(h).dtype == self.dtype else aten.to.dtype(h, self.dtype)
-            else:
-                h = ops.merge.default(*statistics, _last(self.partial, self.axis), query, key_norm, eps, scale)
+        phase = self.phase
+        if phase is None or not phase.first <= row < phase.first + len(phase.o):
+            values = [_last(v, self.axis) for v in sources]
+            h = ops.depth_attention.default(values, *self._parameters(row), eps, scale)
+        elif self.partial is None:
+            h = ops.merge.default(*phase.of(row), None, None, None, eps, scale)
+            h = h if example(h).dtype == self.dtype else aten.to.dtype(h, self.dtype)
         else:
-            h = ops.depth_attention.default([_last(v, self.axis) for v in sources], query, key_norm, eps, scale)
+            h = ops.merge.default(*phase.of(row), _last(self.partial, self.axis), *self._parameters(row), eps, scale)
         return h if self.axis == -1 else aten.movedim.int(h, -1, self.axis)
+
+    def _parameters(self, row: int) -> tuple[Value, Value | None]:
+        query, key_norm = self.reads.query, self.reads.key_norm
+        return aten.select.int(query, 0, row), None if key_norm is None else aten.select.int(key_norm, 0, row)
 
     def total(self) -> Value:
         """The standard residual stream: the sum of all sources."""
@@ -193,19 +188,19 @@ class Stream:
         """The stream whose sources went through ``function``, which is linear and acts on every token alike."""
         blocks = tuple(function(block) for block in self.blocks)
         partial = None if self.partial is None else function(self.partial)
-        phase = None
-        if row_major and axis == -1 and self.phase is not None:
-            token = aten.select.int(blocks[0], -1, 0)
-            o = tuple(aten.reshape_as.default(row, blocks[0]) for row in self.phase.o)
-            m, l = (tuple(aten.reshape_as.default(row, token) for row in rows) for rows in self.phase[2:])
-            phase = Phase(self.phase.first, o, m, l)
-        return self._with(blocks, partial, phase, axis=axis)
+        phase = _reshaped(self.phase, blocks[0]) if row_major and axis == -1 else None
+        folded_from = (self.blocks, self.phase) if row_major else None
+        return self._with(blocks, partial, phase, axis=axis, folded_from=folded_from)
 
-    @classmethod
-    def __torch_function__(
-        cls, target: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return dispatch(target, operation_name(target), tuple(args), dict(kwargs or {}))
+    def restored(self, shape: Sequence[Any], function: Callable[[Value], Value]) -> Stream | None:
+        """Undo a reshape: where it leads back to ``shape``, the blocks that were there before it are as they were."""
+        if self.folded_from is None or not _equal(shape, example(self.folded_from[0][0]).shape):
+            return None
+        old, phase = self.folded_from
+        blocks = old + tuple(function(block) for block in self.blocks[len(old) :])
+        partial = None if self.partial is None else function(self.partial)
+        phase = phase if len(blocks) == len(old) else _reshaped(self.phase, blocks[0])
+        return self._with(blocks, partial, phase, folded_from=None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(position={self.position}, blocks={len(self.blocks)}, shape={tuple(self.shape)})"
@@ -246,7 +241,7 @@ class TensorStream(Stream, torch.Tensor):
     proxy for that tensor.
     """
 
-    def __new__(cls, *_: Any) -> TensorStream:
+    def __new__(cls, *_: Any, **__: Any) -> TensorStream:
         """Make the empty tensor; the fields are set by ``Stream``."""
         return torch.Tensor._make_subclass(cls, torch.empty(0))
 
@@ -260,92 +255,6 @@ def start(value: Value, axis: int, plan: BlockPlan, reads: ReadParameters) -> St
 def is_stream(value: object) -> bool:
     """Whether a value is a stream."""
     return isinstance(value, Stream)
-
-
-def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply an operation to arguments among which there is a stream."""
-    for value in (*args, *kwargs.values()):
-        if is_stream(value):
-            value.current()
-    addition = as_addition(name, args, kwargs)
-    if addition is not None:
-        pushed = _pushed(addition)
-        if pushed is not None:
-            return pushed
-    elif name in METADATA:
-        return target(*map_streams(args, lambda s: s.blocks[0]), **map_streams(kwargs, lambda s: s.blocks[0]))
-    else:
-        carried = _carried(target, name, args, kwargs)
-        if carried is not None:
-            return carried
-    if args and is_stream(args[0]) and (name == "setitem" or (name.endswith("_") and not name.endswith("__"))):
-        if name == "requires_grad_":
-            for source in args[0].sources:
-                source.requires_grad_(*args[1:], **kwargs)
-            return args[0]
-        raise RefusedError(f"`{name}` changes the residual stream in place{_caller()}; write it out of place")
-    return target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
-
-
-def _pushed(addition: Addition) -> Stream | None:
-    skip, branch = addition.skip, addition.branch
-    if is_stream(branch) and addition.factor == 1 and (not is_stream(skip) or skip.position < branch.position):
-        skip, branch = branch, skip
-    if not is_stream(skip):
-        return None
-    if is_stream(branch) and branch.plan is not skip.plan:
-        return None
-    operand = Addition(skip, map_streams(branch, Stream.read), addition.factor, addition.product)
-    value = operand.branch_value(lambda target, *args: target(*args))
-    if isinstance(value, NUMBERS) and value == 0:
-        return skip
-    if not isinstance(value, NUMBERS) and not _broadcasts(value, skip):
-        return None
-    after = skip.push(value)
-    if addition.in_place and skip is addition.skip:
-        skip.stale = f"by an in-place add{_caller()}"
-    return after
-
-
-def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream | None:
-    if name == "mul" and len(args) == 2 and not is_stream(args[0]):
-        args = (args[1], args[0])
-    if not args or not is_stream(args[0]) or any(is_stream(a) for a in (*args[1:], *kwargs.values())):
-        return None
-    stream, rest = args[0], args[1:]
-    if name in UNCHANGED:
-        return stream
-    if name in DROPOUTS:
-        return _dropped_out(stream, target, rest, kwargs)
-    if name in SCALINGS:
-        factor = scaling_factor(name, args)
-        if factor is None:
-            return None
-        op = aten.div.Tensor if name.startswith("div") else aten.mul.Tensor
-        scaled = stream.map(lambda v: op(v, factor), stream.axis)
-        if name.endswith("_"):
-            stream.stale = f"by an in-place `{name}`{_caller()}"
-        return scaled
-    # A first look at one source decides: the shape of the result tells whether the tokens stayed whole.
-    first = map_streams(target(stream.blocks[0], *rest, **kwargs), Stream.read)
-    if not isinstance(first, torch.Tensor | fx.Proxy):
-        return None
-    if name in CASTS and example(first).dtype == stream.dtype and example(first).device == stream.device:
-        return stream
-    axis = carried_axis(name, args, stream.shape, example(first).shape, stream.axis)
-    if axis is None:
-        return None
-    return stream.map(lambda v: target(v, *rest, **kwargs), axis, row_major=name in ROW_MAJOR)
-
-
-def _dropped_out(stream: Stream, target: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream:
-    p = rest[0] if rest else kwargs.get("p", 0.5)
-    training = rest[1] if len(rest) > 1 else kwargs.get("training", kwargs.get("train", True))
-    if p == 0 or not training:
-        return stream
-    # Dropping a tensor of ones draws the same random numbers as dropping the stream does.
-    mask = target(aten.ones_like.default(stream.blocks[0]), *rest, **kwargs)
-    return stream.map(lambda v: aten.mul.Tensor(v, mask), stream.axis)
 
 
 def map_streams(value: Any, function: Callable[[Stream], Any]) -> Any:
@@ -368,37 +277,35 @@ def map_streams(value: Any, function: Callable[[Stream], Any]) -> Any:
     return value
 
 
+def _starts_with(values: tuple[Value, ...], first: tuple[Value, ...]) -> bool:
+    return all(a is b for a, b in zip(values, first, strict=False))
+
+
+def _reshaped(phase: Phase | None, like: Value) -> Phase | None:
+    """The statistics of tokens that were reshaped to those of ``like [..., d]``."""
+    if phase is None:
+        return None
+    token = aten.select.int(like, -1, 0)
+    o = tuple(aten.reshape_as.default(row, like) for row in phase.o)
+    m, l = (tuple(aten.reshape_as.default(row, token) for row in rows) for rows in (phase.m, phase.l))
+    return Phase(phase.first, o, m, l)
+
+
 def _last(value: Value, axis: int) -> Value:
     return value if axis == -1 else aten.movedim.int(value, axis, -1)
 
 
 def _unbound(value: Value, count: int) -> Iterable[Value]:
-    rows = aten.unbind.int(value, 0)
+    rows = aten.unbind.int(value)
     return [rows[i] for i in range(count)]
 
 
 def _same_shape(a: Value, b: Value) -> bool:
-    return tuple(example(a).shape) == tuple(example(b).shape)
+    return _equal(example(a).shape, example(b).shape)
 
 
-def _broadcasts(value: Value, stream: Stream) -> bool:
-    shape, target, axis = getattr(example(value), "shape", None), stream.shape, stream.axis
-    if shape is None or len(shape) > len(target) or example(value).dtype.is_complex:
-        return False
-    # A term that is constant along the features (the mean in a hand-written norm) is no source.
-    if len(shape) and (len(shape) < -axis or shape[axis] != target[axis]):
-        return False
-    return all(n == m or n == 1 for n, m in zip(reversed(shape), reversed(target), strict=False))
-
-
-def _caller() -> str:
-    """Where the user's code did this, as `` at file:line``."""
-    if torch.compiler.is_compiling():
-        return ""
-    frame = sys._getframe(1)
-    while frame is not None and ("/torch/" in frame.f_code.co_filename or "/attnres_compile/" in frame.f_code.co_filename):
-        frame = frame.f_back  # type: ignore[assignment]
-    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(m is n or m == n for m, n in zip(a, b, strict=True))
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], Any]:
@@ -426,24 +333,3 @@ def _split(values: list[Any], count: int) -> tuple[tuple[Any, ...], Any, list[An
 
 for _kind in (Stream, TensorStream):
     pytree.register_pytree_node(_kind, _flatten, _unflatten, serialized_type_name=f"attnres_compile.{_kind.__name__}")
-
-
-def _method(name: str) -> Callable[..., Any]:
-    target, operation = getattr(torch.Tensor, name), operation_name(name)
-
-    def method(self: Stream, *args: Any, **kwargs: Any) -> Any:
-        return dispatch(target, operation, (self, *args), kwargs)
-
-    return method
-
-
-def _attribute(name: str) -> property:
-    return property(lambda self: getattr(self.read(), name))
-
-
-KEPT = {*dir(object), *vars(Stream), "__torch_function__", "__torch_dispatch__", "__deepcopy__", "__setstate__"}
-KEPT |= {"__cuda_array_interface__", "__dlpack__", "__dlpack_device__", "__getattr__", "__dict__", "__slots__"}
-for _name in (set(dir(torch.Tensor)) - KEPT) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}:
-    _member = _method(_name) if callable(getattr(torch.Tensor, _name, None)) else _attribute(_name)
-    setattr(Stream, _name, _member)
-Stream.__hash__ = object.__hash__  # type: ignore[method-assign]

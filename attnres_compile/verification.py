@@ -166,7 +166,8 @@ class _Pair:
         lost = [key for key, value in expected.items() if (value is None) != (actual[key] is None)]
         if lost:
             return Check(f"{name} ({len(lost)} of {len(expected)} lost, first {lost[0]})", float("inf"), 0.0)
-        pairs = [(a, e) for a, e in zip(actual.values(), expected.values(), strict=True) if a is not None and e is not None]
+        both = zip(actual.values(), expected.values(), strict=True)
+        pairs = [(a, e) for a, e in both if a is not None and e is not None]
         scale = max((_magnitude(e) for _, e in pairs), default=0.0)
         worst = max((_magnitude(a.double() - e.double()) for a, e in pairs), default=0.0)
         error = max(worst / scale if scale else worst, relative_error(outputs, expected_outputs))

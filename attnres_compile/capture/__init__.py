@@ -1,0 +1,1 @@
+"""Model to fx graph, and the example inputs for it."""

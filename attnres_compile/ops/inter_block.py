@@ -47,9 +47,7 @@ def inter_block(
     return o, m, l
 
 
-def _exponentials(
-    xs: Sequence[Tensor], keys: Tensor, eps: float
-) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+def _exponentials(xs: Sequence[Tensor], keys: Tensor, eps: float) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     rs = [inverse_rms(x, eps) for x in xs]
     dots = [torch.movedim(x @ keys.T, -1, 0) for x in xs]
     logits = torch.stack([r * z for r, z in zip(rs, dots, strict=True)])
@@ -75,9 +73,7 @@ LIBRARY.impl("inter_block", _forward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("attnres_compile::inter_block", lib=LIBRARY)
-def _fake(
-    blocks: list[Tensor], queries: Tensor, key_norms: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(blocks: list[Tensor], queries: Tensor, key_norms: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     shape, options = blocks[0].shape, {"dtype": compute_dtype(blocks[0].dtype), "device": blocks[0].device}
     o = torch.empty((queries.shape[0], *shape), **options)
     m, l = (torch.empty((queries.shape[0], *shape[:-1]), **options) for _ in range(2))

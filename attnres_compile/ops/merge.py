@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attnres_compile.ops._numerics import (
     LIBRARY,
-    compute_dtype,
     inverse_rms,
     key_gradient,
     key_vector,

@@ -33,9 +33,9 @@ def calls(node: fx.Node) -> tuple[Call, ...]:
     found = []
     for key, value in stack.items():
         path, kind = value if isinstance(value, tuple) else (str(value), "")
-        path = re.sub(r"^L\['self'\]\.?|^L__self__\.?|^_export_root\.?", "", str(path)).replace("['", ".").replace("']", "")
+        path = re.sub(r"^(L\['self'\]|L__self__|_export_root)\.?", "", str(path))
         name = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
-        found.append(Call(str(key), path.removeprefix("_modules.").replace("._modules.", "."), name))
+        found.append(Call(str(key), path, name))
     if not found or found[0].path:
         found.insert(0, Call("", "", ""))
     return tuple(found)

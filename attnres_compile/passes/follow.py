@@ -93,9 +93,7 @@ def _container(chain: ResidualChain) -> tuple[_nodes.Call, ...]:
     return tuple(shared)
 
 
-def follow(
-    module: fx.GraphModule, sources: Mapping[fx.Node, Source], boundaries: Boundaries
-) -> list[ResidualChain]:
+def follow(module: fx.GraphModule, sources: Mapping[fx.Node, Source], boundaries: Boundaries) -> list[ResidualChain]:
     """Chains with their pushes, their readers, and the boundary that a reader lies behind."""
     walk = _Walk(module, sources, boundaries)
     for node in module.graph.nodes:
@@ -122,9 +120,7 @@ def changes_nothing(node: fx.Node, module: fx.GraphModule) -> bool:
 
 
 class _Walk:
-    def __init__(
-        self, module: fx.GraphModule, sources: Mapping[fx.Node, Source], boundaries: Boundaries
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, sources: Mapping[fx.Node, Source], boundaries: Boundaries) -> None:
         self.module, self.sources, self.boundaries = module, sources, boundaries
         self.chains: list[ResidualChain] = []
         self.states: dict[fx.Node, State] = {}
@@ -159,9 +155,7 @@ class _Walk:
 
     def _behind(self, node: fx.Node, inputs: list[fx.Node]) -> State | None:
         """A read at a boundary: inside, the stream is a plain tensor. Leaves no state (chain -1) when all are."""
-        keys = {
-            source: self.boundaries.key(self.chains[self.states[source].chain].source, node) for source in inputs
-        }
+        keys = {source: self.boundaries.key(self.chains[self.states[source].chain].source, node) for source in inputs}
         if any(key is None for key in keys.values()):
             return None
         for source, key in keys.items():

@@ -8,7 +8,6 @@ from attnres_compile.passes.inline_regions import InlineRegions
 from attnres_compile.passes.plan_blocks import PlanBlocks
 
 
-
 def live(*, outermost: bool) -> tuple[Pass, ...]:
     """The analysis of a live module's graph, which is only read."""
     return (

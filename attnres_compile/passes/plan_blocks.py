@@ -15,7 +15,7 @@ Counts sublayers: what is pushed between two states that are read. An unread sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from attnres_compile.chains import BlockPlan, ResidualChain
 from attnres_compile.config import AttnResConfig
@@ -52,7 +52,7 @@ def plan(chain: ResidualChain, config: AttnResConfig, index: int) -> BlockPlan:
         closes.append(read and count in ends)
     first_rows = [0, *(end - 1 for end in sorted(ends)), chain.sublayers]
     # The last block's reads include the final one, made while its partial sum is still open.
-    groups = list(zip(first_rows, first_rows[1:], strict=False))
+    groups = list(pairwise(first_rows))
     blocks_before = list(accumulate(closes))
     opened = [0, *sorted(ends)]
     # The read of the state after ``count`` sublayers: b_0, the finished blocks, and the open block's partial sum.

@@ -26,13 +26,16 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
+from attnres_compile.arithmetic import METADATA
 from attnres_compile.chains import ResidualChain
 from attnres_compile.errors import RefusedError
+from attnres_compile.interface import dispatch
 from attnres_compile.passes import _nodes
 from attnres_compile.passes.base import Subject
 from attnres_compile.passes.follow import EXIT, changes_nothing
-from attnres_compile.stream import METADATA, Stream, dispatch, is_stream, map_streams
+from attnres_compile.stream import Stream, is_stream, map_streams
 
 STAMP = "attnres_compile_pass"
 Parameters = tuple[fx.Node, fx.Node | None]
@@ -70,7 +73,7 @@ class _Emitter(fx.proxy.GraphAppendingTracer):
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, target, *args, **kwargs)
         values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        modes = [v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, FakeTensor)]
+        modes = [v.fake_mode for v in pytree.tree_leaves(values) if isinstance(v, FakeTensor)]
         if modes:
             with modes[0]:
                 node.meta["val"] = target(*values[0], **values[1])
@@ -123,12 +126,11 @@ class _Rewriter:
         name = _nodes.name_of(node, self.module)
         if name.startswith("_assert"):
             return None
-        args, kwargs = (map_streams(part, lambda s: self._at_boundary(node, s)) for part in (args, kwargs))
-        if node.op == "call_module" or not any(map(is_stream, torch.utils._pytree.tree_leaves((args, kwargs), is_leaf=is_stream))):
-            args, kwargs = (map_streams(part, Stream.read) for part in (args, kwargs))
-            return self._copy(node, args, kwargs)
+        args, kwargs = map_streams((args, kwargs), lambda s: self._at_boundary(node, s))
         if name in METADATA:
-            return self._copy(node, map_streams(args, lambda s: s.blocks[0]), map_streams(kwargs, lambda s: s.blocks[0]))
+            return self._copy(node, *map_streams((args, kwargs), lambda s: s.blocks[0]))
+        if node.op == "call_module" or not any(map(is_stream, pytree.tree_leaves((args, kwargs), is_leaf=is_stream))):
+            return self._copy(node, *map_streams((args, kwargs), Stream.read))
         target = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
         try:
             return dispatch(target, name, tuple(args), dict(kwargs))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from attnres_compile.arithmetic import CASTS, DROPOUTS, PERMUTATIONS, UNCHANGED, permutation, as_addition
+from attnres_compile.arithmetic import CASTS, DROPOUTS, PERMUTATIONS, UNCHANGED, as_addition, permutation
 from attnres_compile.chains import ResidualChain, Start
 from attnres_compile.passes import _nodes
 from attnres_compile.passes.residual_sums import Sums, carried_input
@@ -16,7 +16,9 @@ CHANNELS_FIRST = frozenset(
     {"conv1d", "conv2d", "conv3d", "convolution", "group_norm", "batch_norm", "instance_norm", "GroupNorm"}
     | {"BatchNorm1d", "BatchNorm2d", "Conv1d", "Conv2d", "Conv3d", "cudnn_batch_norm", "_native_batch_norm_legit"}
 )
-FEATURES_LAST = frozenset({"layer_norm", "rms_norm", "linear", "LayerNorm", "RMSNorm", "Linear", "matmul", "addmm", "mm"})
+FEATURES_LAST = frozenset(
+    {"layer_norm", "rms_norm", "linear", "LayerNorm", "RMSNorm", "Linear", "matmul", "addmm", "mm"}
+)
 
 
 class Source(NamedTuple):

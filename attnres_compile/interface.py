@@ -1,0 +1,177 @@
+"""The tensor interface of a stream: what each operation on it does, and the methods that lead there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from attnres_compile.arithmetic import (
+    CASTS,
+    DROPOUTS,
+    METADATA,
+    ROW_MAJOR,
+    SCALINGS,
+    UNCHANGED,
+    Addition,
+    as_addition,
+    carried_axis,
+    operation_name,
+    scaling_factor,
+)
+from attnres_compile.errors import RefusedError
+from attnres_compile.stream import NUMBERS, Stream, TensorStream, Value, example, is_stream, map_streams
+
+aten = torch.ops.aten
+
+
+def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply an operation to arguments among which there is a stream."""
+    for value in (*args, *kwargs.values()):
+        if is_stream(value):
+            value.current()
+    addition = as_addition(name, args, kwargs)
+    if addition is not None:
+        pushed = _pushed(addition)
+        if pushed is not None:
+            return pushed
+    elif name in METADATA:
+        return target(*map_streams(args, lambda s: s.blocks[0]), **map_streams(kwargs, lambda s: s.blocks[0]))
+    else:
+        carried = _carried(target, name, args, kwargs)
+        if carried is not None:
+            return carried
+    if args and is_stream(args[0]) and (name == "setitem" or (name.endswith("_") and not name.endswith("__"))):
+        if name == "requires_grad_":
+            for source in args[0].sources:
+                source.requires_grad_(*args[1:], **kwargs)
+            return args[0]
+        raise RefusedError(f"`{name}` changes the residual stream in place{_caller()}; write it out of place")
+    return target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
+
+
+def _pushed(addition: Addition) -> Stream | None:
+    skip, branch = addition.skip, addition.branch
+    if is_stream(branch) and addition.factor == 1 and (not is_stream(skip) or skip.position < branch.position):
+        skip, branch = branch, skip
+    if not is_stream(skip):
+        return None
+    if is_stream(branch) and branch.plan is not skip.plan:
+        return None
+    operand = Addition(skip, map_streams(branch, Stream.read), addition.factor, addition.product)
+    value = operand.branch_value(lambda target, *args: target(*args))
+    if isinstance(value, NUMBERS) and value == 0:
+        return skip
+    if not isinstance(value, NUMBERS) and not _broadcasts(value, skip):
+        return None
+    after = skip.push(value)
+    if addition.in_place and skip is addition.skip:
+        skip.stale = f"by an in-place add{_caller()}"
+    return after
+
+
+def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream | None:
+    if name == "mul" and len(args) == 2 and not is_stream(args[0]):
+        args = (args[1], args[0])
+    if not args or not is_stream(args[0]) or any(is_stream(a) for a in (*args[1:], *kwargs.values())):
+        return None
+    stream, rest = args[0], args[1:]
+    if name in UNCHANGED:
+        return stream
+    if name in DROPOUTS:
+        return _dropped_out(stream, target, rest, kwargs)
+    if name in SCALINGS:
+        factor = scaling_factor(name, args)
+        if factor is None:
+            return None
+        op = aten.div.Tensor if name.startswith("div") else aten.mul.Tensor
+        scaled = stream.map(lambda v: op(v, factor), stream.axis)
+        if name.endswith("_"):
+            stream.stale = f"by an in-place `{name}`{_caller()}"
+        return scaled
+    if name in ROW_MAJOR:
+        restored = stream.restored(_sizes(rest, kwargs), lambda v: target(v, *rest, **kwargs))
+        if restored is not None:
+            return restored
+    # A first look at one source decides: the shape of the result tells whether the tokens stayed whole.
+    first = map_streams(target(stream.blocks[0], *rest, **kwargs), Stream.read)
+    if not isinstance(first, torch.Tensor | fx.Proxy):
+        return None
+    if name in CASTS and example(first).dtype == stream.dtype and example(first).device == stream.device:
+        return stream
+    axis = carried_axis(name, args, stream.shape, example(first).shape, stream.axis)
+    if axis is None:
+        return None
+    return stream.map(lambda v: target(v, *rest, **kwargs), axis, row_major=name in ROW_MAJOR)
+
+
+def _sizes(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+    sizes = rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple) else rest or kwargs.get("size", ())
+    return [example(size) for size in sizes]
+
+
+def _dropped_out(stream: Stream, target: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream:
+    p = rest[0] if rest else kwargs.get("p", 0.5)
+    training = rest[1] if len(rest) > 1 else kwargs.get("training", kwargs.get("train", True))
+    if p == 0 or not training:
+        return stream
+    # Dropping a tensor of ones draws the same random numbers as dropping the stream does.
+    mask = target(aten.ones_like.default(stream.blocks[0]), *rest, **kwargs)
+    return stream.map(lambda v: aten.mul.Tensor(v, mask), stream.axis)
+
+
+def _broadcasts(value: Value, stream: Stream) -> bool:
+    shape, target, axis = getattr(example(value), "shape", None), stream.shape, stream.axis
+    if shape is None or len(shape) > len(target) or example(value).dtype.is_complex:
+        return False
+    # A term that is constant along the features (the mean in a hand-written norm) is no source.
+    if len(shape) and (len(shape) < -axis or shape[axis] != target[axis]):
+        return False
+    return all(n == m or n == 1 for n, m in zip(reversed(shape), reversed(target), strict=False))
+
+
+def _caller() -> str:
+    """Where the user's code did this, as `` at file:line``."""
+    if torch.compiler.is_compiling():
+        return ""
+    frame: Any = sys._getframe(1)
+    while frame is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "/attnres_compile/")):
+        frame = frame.f_back
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _torch_function(
+    cls: type[Stream],
+    target: Callable[..., Any],
+    types: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    return dispatch(target, operation_name(target), tuple(args), dict(kwargs or {}))
+
+
+def _method(name: str) -> Callable[..., Any]:
+    target, operation = getattr(torch.Tensor, name), operation_name(name)
+
+    def method(self: Stream, *args: Any, **kwargs: Any) -> Any:
+        return dispatch(target, operation, (self, *args), kwargs)
+
+    return method
+
+
+def _attribute(name: str) -> property:
+    return property(lambda self: getattr(self.read(), name))
+
+
+KEPT = {*dir(object), *vars(Stream), "__torch_function__", "__torch_dispatch__", "__deepcopy__", "__setstate__"}
+KEPT |= {"__cuda_array_interface__", "__dlpack__", "__dlpack_device__", "__getattr__", "__dict__", "__slots__"}
+for _name in (set(dir(torch.Tensor)) - KEPT) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}:
+    _member = _method(_name) if callable(getattr(torch.Tensor, _name, None)) else _attribute(_name)
+    setattr(Stream, _name, _member)
+Stream.__hash__ = object.__hash__  # type: ignore[method-assign]
+for _kind in (Stream, TensorStream):
+    # On both: torch.Tensor has one of its own, which a subclass would inherit before Stream's is set.
+    _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[attr-defined]
