@@ -323,7 +323,8 @@ def _show(report: AttnResReport, as_json: bool) -> None:
         return
     # Pipes and logs have no width of their own, and 80 columns would fold the tables.
     console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
-    console.print(Text(f"{report.model}: {len(report.chains)} residual chains ({report.front_end})"))
+    count = f"{len(report.chains)} residual chain{'s' * (len(report.chains) != 1)}"
+    console.print(Text(f"{report.model}: {count} ({report.front_end})"))
     for table in _tables(report):
         console.print(table)
 

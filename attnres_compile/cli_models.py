@@ -255,7 +255,7 @@ def _called(module_name: str, attribute: str) -> tuple[nn.Module, Any]:
         raise InputError(f"module {module_name} has no {attribute!r}") from error
     if not isinstance(found, nn.Module):
         if not callable(found):
-            raise InputError(f"{module_name}:{attribute} is a {type(found).__name__}, not a callable")
+            raise InputError(f"{module_name}:{attribute} is of type {type(found).__name__}, and no callable")
         # A callable that initialises at random makes the same model in every command.
         torch.manual_seed(0)
         with _as_input_error(f"{module_name}:{attribute}() failed"):
@@ -263,8 +263,8 @@ def _called(module_name: str, attribute: str) -> tuple[nn.Module, Any]:
     model, inputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"{module_name}:{attribute}() returned a {type(found).__name__}; it is to return a torch.nn.Module, or a "
-            "pair of a module and its example inputs"
+            f"{module_name}:{attribute}() returned something of type {type(found).__name__}; a torch.nn.Module is "
+            "expected, or a pair of a module and its example inputs"
         )
     return model, inputs
 

@@ -100,8 +100,7 @@ def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     for a, e in zip(actual, expected, strict=True):
         if not e.numel() or bool((a == e).all()):
             continue
-        difference = float((a.double() - e.double()).abs().max())
-        scale = float(e.double().abs().max())
+        difference, scale = _magnitude(a.double() - e.double()), _magnitude(e)
         error = difference / scale if scale else difference
         worst = error if error > worst or error != error else worst
     return worst if worst == worst else float("inf")

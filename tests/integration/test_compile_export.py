@@ -24,6 +24,9 @@ from tests.integration.models import (
 from tests.tolerances import assert_close, relative_error
 from tests.zoo import CASES
 
+# Dynamo asks each tensor that enters a compiled frame for its gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
 NAMES = ("llama", "gpt2", "nanogpt")
 every_name = pytest.mark.parametrize("name", NAMES)
 SHAPES = ((2, 7), (3, 11))
@@ -102,6 +105,7 @@ def test_compiled_training_step_with_checkpointing() -> None:
             module.attention_dropout = 0.0
     expected = gradients("llama", model)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False  # or the model logs that it sets this, which ends the graph
     model.compile(fullgraph=True, backend="aot_eager")
     assert_same_gradients(gradients("llama", model), expected)
 
@@ -127,15 +131,6 @@ def test_compiled_branches(name: str) -> None:
         if type(module).__name__.endswith(("MLP", "Attention")):
             module.compile(backend="aot_eager", fullgraph=True)
     assert_close(run(name, model), expected)
-
-
-def test_compiled_generation() -> None:
-    model = transformed("llama")
-    tokens = example("llama")["input_ids"]
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
-    expected = model.generate(tokens, **options)
-    model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
-    assert torch.equal(model.generate(tokens, **options), expected)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "t5"])

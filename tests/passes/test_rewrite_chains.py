@@ -310,7 +310,7 @@ def test_second_run_changes_nothing(front_end: str) -> None:
 
 
 def test_unplanned_chains_stay() -> None:
-    found, inputs = planned(models.TwoStreams, "export", chains=[1], block_size=1)
+    found, _ = planned(models.TwoStreams, "export", chains=[1], block_size=1)
     run((RewriteChains(parameters),), found)
     assert [name for name, _ in found.module.named_parameters() if "query" in name] == ["query_0"]
     assert sum("add" in name for name in operations(found.module)) == 4
