@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -58,9 +59,9 @@ def transform(
     """
     config = AttnResConfig(**options)
     if isinstance(model, ExportedProgram):
-        return _transform_program(model, config, verify)
+        return cast(M, _transform_program(model, config, verify))
     if isinstance(model, fx.GraphModule):
-        return _transform_graph(model, _inputs_of_graph(model, example_inputs), config, verify)
+        return cast(M, _transform_graph(model, _inputs_of_graph(model, example_inputs), config, verify))
     inputs = _example_inputs(model, example_inputs)
     report, found, pushes = _analyse(model, inputs, config)
     if found:
@@ -196,16 +197,12 @@ def _verified(
     mode: Mode,
     config: AttnResConfig,
 ) -> AttnResReport:
-    from dataclasses import replace
-
     checks = run_checks(original, candidate, inputs, pushes, mode)
     raise_failures(checks, report.model)
     return replace(report, checks=tuple(checks))
 
 
 def _transform_program(program: ExportedProgram, config: AttnResConfig, mode: Mode) -> ExportedProgram:
-    from dataclasses import replace
-
     if any(name.startswith(f"{ATTRIBUTE}.") for name in program.state_dict):
         raise RefusedError("this program has depth attention already; transform the original program instead")
     captured, subject = graphs.analyse_program(program, config)

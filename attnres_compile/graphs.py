@@ -87,7 +87,7 @@ def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:
     specs = [InputSpec(InputKind.PARAMETER, TensorArgument(name=node.name), name) for name, (node, _) in added.items()]
     # Later chains put their placeholders before those of earlier ones.
     order = {node.name: i for i, node in enumerate(graph.nodes)}
-    signature.input_specs = [*sorted(specs, key=lambda spec: order[spec.arg.name]), *signature.input_specs]  # type: ignore[union-attr]
+    signature.input_specs = [*sorted(specs, key=lambda spec: order[spec.arg.name]), *signature.input_specs]
     outputs = graph.output_node().args[0]
     for spec, node in zip(signature.output_specs, outputs, strict=True):  # type: ignore[arg-type]
         if isinstance(spec.arg, TensorArgument) and isinstance(node, fx.Node):

@@ -174,4 +174,4 @@ for _name in (set(dir(torch.Tensor)) - KEPT) | {"__eq__", "__ne__", "__lt__", "_
 Stream.__hash__ = object.__hash__  # type: ignore[method-assign]
 for _kind in (Stream, TensorStream):
     # On both: torch.Tensor has one of its own, which a subclass would inherit before Stream's is set.
-    _kind.__torch_function__ = classmethod(_torch_function)  # type: ignore[attr-defined]
+    setattr(_kind, "__torch_function__", classmethod(_torch_function))  # noqa: B010 - a method, to the type checker

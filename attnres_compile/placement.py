@@ -56,7 +56,7 @@ def attachments(model: nn.Module, captured: Captured, chains: list[ResidualChain
 
 def _attachment(model: nn.Module, chain: ResidualChain, place: Place) -> Attachment:
     assert chain.start is not None and chain.plan is not None
-    readers = {}
+    readers: dict[str, None] = {}
     for node, key in chain.boundaries.items():
         if key != EXIT:
             readers[next(call.path for call in _nodes.calls(node) if call.key == key)] = None

@@ -234,7 +234,7 @@ class Stream:
         return any(source.requires_grad for source in self.sources)
 
 
-class TensorStream(Stream, torch.Tensor):
+class TensorStream(Stream, torch.Tensor):  # type: ignore[misc, override]
     """A stream for which ``isinstance(stream, torch.Tensor)`` holds, as user code between layers may ask.
 
     The tensor underneath is empty and never computed with. Tracers take the plain ``Stream``: they would want a

@@ -38,9 +38,7 @@ def plan_of(sizes: Sequence[int], *, preserve: bool = True, unread: Collection[i
         first = ends[block - 1] - 1 if block else 0
         stop = ends[block] - 1 if block < len(ends) - 1 else ends[-1]
         phase_rows.append((first, stop))
-    return BlockPlan(
-        chain, tuple(rows), tuple(closes), tuple(phase_rows), tuple(sizes), tuple(sources), preserve, EPS
-    )
+    return BlockPlan(chain, tuple(rows), tuple(closes), tuple(phase_rows), tuple(sizes), tuple(sources), preserve, EPS)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -56,10 +54,8 @@ def random_reads(plan: BlockPlan, width: int = WIDTH, *, key_norm: bool = True) 
     return reads
 
 
-def begun(
-    sizes: Sequence[int] = (2, 2, 2), value: Tensor | None = None, axis: int = -1, **options: Any
-) -> Stream:
-    """A stream at its source, with random parameters."""
+def begun(sizes: Sequence[int] = (2, 2, 2), value: Tensor | None = None, axis: int = -1, **options: Any) -> Any:
+    """A stream at its source, with random parameters; of any type, for it takes the operations of a tensor."""
     key_norm = options.pop("key_norm", True)
     plan = plan_of(sizes, **options)
     value = random() if value is None else value
@@ -67,7 +63,7 @@ def begun(
     return start(value, axis, plan, reads.to(value.dtype))
 
 
-def pushed(stream: Stream, count: int) -> Stream:
+def pushed(stream: Any, count: int) -> Any:
     """The stream after that many pushes of random branches of its shape."""
     for position in range(stream.position + 1, stream.position + count + 1):
         stream = stream.push(random(*stream.shape, seed=position, dtype=stream.dtype))

@@ -36,7 +36,7 @@ READS: dict[str, Operation] = {
     "sum": lambda x: x.sum((0, 1)),
     "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
     "power": lambda x: x**2,
-    "reciprocal": lambda x: 1 / (x + random(seed=88) + 20),
+    "reciprocal": lambda x: 1 / x,
     "number minus x": lambda x: 1 - x,
     "cat": lambda x: torch.cat([x, random(seed=89)], 1),
     "stack": lambda x: torch.stack([x, x]),
@@ -58,7 +58,7 @@ READS: dict[str, Operation] = {
     "isfinite": lambda x: x.isfinite().all(),
     "zeros_like": torch.zeros_like,
     "detach": lambda x: x.detach(),
-    "item": lambda x: x[0, 0].sum().item(),
+    "item": lambda x: x.max().item(),
     "float": lambda x: float(x.abs().max()),
     "bool": lambda x: bool((x.abs() < 1e6).all()),
     "tolist": lambda x: x.tolist(),
@@ -75,7 +75,9 @@ READS: dict[str, Operation] = {
 def same(actual: Any, expected: Any) -> bool:
     ours, theirs = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
     pairs = zip(ours, theirs, strict=True)
-    return all(torch.equal(a, e) if isinstance(a, Tensor) else a == e for a, e in pairs)
+    return all(
+        a.shape == e.shape and torch.allclose(a, e, 1e-10) if isinstance(a, Tensor) else a == e for a, e in pairs
+    )
 
 
 @pytest.mark.parametrize("seen", [1, 3, 4])
@@ -128,7 +130,7 @@ def test_state_after_a_read_goes_on() -> None:
 IN_PLACE: dict[str, Operation] = {
     "relu_": lambda x: x.relu_(),
     "setitem": lambda x: operator.setitem(x, (slice(None), 0), 0.0),
-    "copy_": lambda x: x.copy_(random()),
+    "copy_": lambda x: x.copy_(random(seed=91)),
     "zero_": lambda x: x.zero_(),
     "clamp_": lambda x: torch.clamp_(x, -1, 1),
     "masked_fill_": lambda x: x.masked_fill_(MASK, 0.0),
@@ -144,17 +146,16 @@ def test_other_in_place_operations_are_refused(name: str) -> None:
         IN_PLACE[name](stream)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(reason="it runs on the source before it is refused")] * (name not in KEEPS),
-        )
-        for KEEPS in [("setitem", "mul_ by a tensor", "add_ of a larger tensor")]
-        for name in IN_PLACE
-    ],
-)
+@pytest.mark.parametrize("name", ["mul_ by a tensor", "add_ of a larger tensor"])
+def test_refused_arithmetic_leaves_the_source(name: str) -> None:
+    source = random()
+    with pytest.raises(RefusedError):
+        IN_PLACE[name](pushed(begun(value=source), 3))
+    assert torch.equal(source, random())
+
+
+@pytest.mark.parametrize("name", [name for name in IN_PLACE if " " not in name])
+@pytest.mark.xfail(reason="it runs on the source before it is refused")
 def test_refused_operations_leave_the_source(name: str) -> None:
     source = random()
     with pytest.raises(RefusedError):

@@ -40,9 +40,10 @@ def test_program(program: Program, options: dict[str, int]) -> None:
         expected = fresh(sample(2, 10))
         assert error(actual, expected) <= TOLERANCE[min(observer.dtypes, key=lambda dtype: dtype.itemsize)]
         if program.name not in ONE_SHAPE:
-            assert error(transformed(sample(3, 7)), fresh(sample(3, 7))) <= TOLERANCE[
-                min(observer.dtypes, key=lambda dtype: dtype.itemsize)
-            ]
+            assert (
+                error(transformed(sample(3, 7)), fresh(sample(3, 7)))
+                <= TOLERANCE[min(observer.dtypes, key=lambda dtype: dtype.itemsize)]
+            )
 
 
 ONE_SHAPE: frozenset[str] = frozenset()

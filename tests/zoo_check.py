@@ -86,8 +86,11 @@ def gradient_error(actual: dict[str, Tensor | None], expected: dict[str, Tensor 
     """Largest difference of gradients relative to the largest gradient; infinite where one is missing."""
     if any((actual[name] is None) != (gradient is None) for name, gradient in expected.items()):
         return float("inf")
-    flat = [torch.cat([g.double().flatten() for n in expected if (g := side[n]) is not None]) for side in (actual, expected)]
-    return relative_error([flat[0]], [flat[1]])
+    names = [name for name, gradient in expected.items() if gradient is not None]
+    ours, theirs = (
+        torch.cat([g.double().flatten() for n in names if (g := s[n]) is not None]) for s in (actual, expected)
+    )
+    return relative_error([ours], [theirs])
 
 
 def export(case: Case, model: nn.Module, inputs: Inputs, training: bool, dynamic: bool = True) -> ExportedProgram:

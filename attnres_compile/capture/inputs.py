@@ -104,7 +104,7 @@ def other_shapes(inputs: Inputs) -> list[Inputs]:
             longer = longer[:, : tensor.shape[1] - max(1, tensor.shape[1] // 3)].contiguous()
         return longer
 
-    return [
-        Inputs(*pytree.tree_map_only(Tensor, lambda t, length=length: vary(t, length), (inputs.args, inputs.kwargs)))
-        for length in ((True, False) if lengths else (False,))
-    ]
+    def varied(length: bool) -> Inputs:
+        return Inputs(*pytree.tree_map_only(Tensor, lambda t: vary(t, length), (inputs.args, inputs.kwargs)))
+
+    return [varied(length) for length in ((True, False) if lengths else (False,))]

@@ -103,7 +103,9 @@ class _Tracer(fx.Tracer):
 
 def _symbolic_trace(model: nn.Module, inputs: Inputs) -> Captured:
     concrete = {key: value for key, value in inputs.kwargs.items() if not isinstance(value, torch.Tensor)}
-    graph = _Tracer(record_stack_traces=True).trace(model, concrete_args=concrete or None)
+    tracer = _Tracer()
+    tracer.record_stack_traces = True
+    graph = tracer.trace(model, concrete_args=concrete or None)
     module = fx.GraphModule(model, graph, type(model).__name__)
     tensors = {key: value for key, value in inputs.kwargs.items() if key not in concrete}
     return from_graph(module, Inputs(inputs.args, tensors))

@@ -71,9 +71,11 @@ def _forward(sources: list[Tensor], query: Tensor, key_norm: Tensor | None, eps:
 LIBRARY.impl("depth_attention", _forward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("attnres_compile::depth_attention", lib=LIBRARY)
 def _fake(sources: list[Tensor], query: Tensor, key_norm: Tensor | None, eps: float, scale: float) -> Tensor:
     return torch.empty(sources[0].shape, dtype=sources[0].dtype, device=sources[0].device)
+
+
+torch.library.register_fake("attnres_compile::depth_attention", _fake, lib=LIBRARY)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -72,12 +72,14 @@ def _forward(
 LIBRARY.impl("inter_block", _forward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("attnres_compile::inter_block", lib=LIBRARY)
 def _fake(blocks: list[Tensor], queries: Tensor, key_norms: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    shape, options = blocks[0].shape, {"dtype": compute_dtype(blocks[0].dtype), "device": blocks[0].device}
-    o = torch.empty((queries.shape[0], *shape), **options)
-    m, l = (torch.empty((queries.shape[0], *shape[:-1]), **options) for _ in range(2))
+    shape, dtype, device = blocks[0].shape, compute_dtype(blocks[0].dtype), blocks[0].device
+    o = torch.empty((queries.shape[0], *shape), dtype=dtype, device=device)
+    m, l = (torch.empty((queries.shape[0], *shape[:-1]), dtype=dtype, device=device) for _ in range(2))
     return o, m, l
+
+
+torch.library.register_fake("attnres_compile::inter_block", _fake, lib=LIBRARY)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -90,7 +90,6 @@ def _forward(
 LIBRARY.impl("merge", _forward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("attnres_compile::merge", lib=LIBRARY)
 def _fake(
     o: Tensor,
     m: Tensor,
@@ -102,6 +101,9 @@ def _fake(
     scale: float,
 ) -> Tensor:
     return torch.empty(o.shape, dtype=o.dtype if partial is None else partial.dtype, device=o.device)
+
+
+torch.library.register_fake("attnres_compile::merge", _fake, lib=LIBRARY)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

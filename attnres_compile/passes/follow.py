@@ -111,12 +111,12 @@ def changes_nothing(node: fx.Node, module: fx.GraphModule) -> bool:
     name, before, after = _nodes.name_of(node, module), _nodes.value(node.args[0]), _nodes.value(node)
     if name in DROPOUTS:
         rest = [*node.args[1:], *node.kwargs.values()]
-        return len(rest) > 1 and (rest[1] is False or rest[0] == 0)
+        return len(rest) > 1 and (rest[1] is False or rest[0] in (0, 0.0))
     if name not in UNCHANGED and name not in CASTS:
         return False
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return name in UNCHANGED
-    return before.dtype == after.dtype and before.device == after.device
+    return bool(before.dtype == after.dtype and before.device == after.device)
 
 
 class _Walk:
@@ -136,10 +136,9 @@ class _Walk:
                 for source in inputs:
                     self._read(node, self.states[source])
         if node in self.sources and node not in self.states:
-            source = self.sources[node]
-            self.states[node] = State(len(self.chains), 0, source.axis)
-            shape = _nodes.shape(node) or ()
-            self.chains.append(ResidualChain(node, source.axis, shape[source.axis], source.start))
+            axis, start = self.sources[node]
+            self.states[node] = State(len(self.chains), 0, axis)
+            self.chains.append(ResidualChain(node, axis, (_nodes.shape(node) or ())[axis], start))
 
     def _read(self, node: fx.Node, state: State, *, leaving: bool = False) -> None:
         chain = self.chains[state.chain]

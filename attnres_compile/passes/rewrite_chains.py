@@ -117,7 +117,7 @@ class _Rewriter:
         return Stream((value,), None, None, 0, chain.axis, chain.plan, reads)
 
     def _visit(self, node: fx.Node) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Held(self.values[n]))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._held)
         args, kwargs = _open(args), _open(kwargs)
         if not any(is_stream(self.values[source]) for source in node.all_input_nodes):
             return self._copy(node, args, kwargs)
@@ -137,6 +137,9 @@ class _Rewriter:
         except RefusedError as error:
             raise RefusedError(f"{error} ({_nodes.location(node)})") from error
 
+    def _held(self, node: fx.Node) -> Any:
+        return _Held(self.values[node])
+
     def _at_boundary(self, node: fx.Node, stream: Stream) -> Any:
         chain = self.chains[stream.plan.chain]
         key = EXIT if node.op == "output" else chain.boundaries.get(node)
@@ -150,7 +153,7 @@ class _Rewriter:
 
     def _copy(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Proxy:
         copy = self.graph.node_copy(node, lambda n: n)
-        copy.args, copy.kwargs = fx.node.map_aggregate((args, kwargs), _node)  # type: ignore[assignment]
+        copy.args, copy.kwargs = fx.node.map_aggregate((args, kwargs), _node)
         return fx.Proxy(copy, self.emitter)
 
 

@@ -86,9 +86,7 @@ def test_owners_boundaries_and_anchors(graph: Callable[..., fx.GraphModule]) -> 
     assert chain.start == Start("layers.0", "argument", (2, 5, WIDTH))
     assert chain.container == ""
     assert chain.anchors == {"layers.0": (0,), "layers.1": (2,)}
-    assert [(push.owner, push.owner_class) for push in chain.pushes] == [
-        (f"layers.{i}", "Block") for i in (0, 0, 1, 1)
-    ]
+    assert [(push.owner, push.owner_class) for push in chain.pushes] == [(f"layers.{i}", "Block") for i in (0, 0, 1, 1)]
     # the outermost module that only reads
     keys = [key.removeprefix("L__self__") for key in chain.boundaries.values()]
     assert keys == ["layers.0.f", "layers.0.g", "layers.1.f", "layers.1.g", "norm"]
@@ -174,9 +172,7 @@ def test_source_is_an_output(graph: Callable[..., fx.GraphModule]) -> None:
         (models.Squared, "return (x + self.linear(x)).square()", "ends after one sublayer; it is read next by square"),
     ],
 )
-def test_refusals(
-    graph: Callable[..., fx.GraphModule], layer: type[nn.Module], code: str, reason: str
-) -> None:
+def test_refusals(graph: Callable[..., fx.GraphModule], layer: type[nn.Module], code: str, reason: str) -> None:
     chains, refusals = detected(graph(Net(layer(), layer())))
     assert not chains
     assert [refusal.node for refusal in refusals] == ["add", "add_1"]

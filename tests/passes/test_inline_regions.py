@@ -157,7 +157,9 @@ def nested(region: object) -> fx.GraphModule:
         else:
             root.add_module("inner", body(None))
             inner = graph.call_function(make, (graph.get_attr("inner"), x))  # type: ignore[arg-type]
-            result = graph.call_function(torch.ops.aten.mul.Tensor, (graph.call_function(operator.getitem, (inner, 0)), 2))
+            result = graph.call_function(
+                torch.ops.aten.mul.Tensor, (graph.call_function(operator.getitem, (inner, 0)), 2)
+            )
         graph.output((result,))
         return fx.GraphModule(root, graph)
 

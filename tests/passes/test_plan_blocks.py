@@ -85,7 +85,9 @@ def test_against_brute_force(length: int, unread: tuple[int, ...], preserve: boo
 def check(made: BlockPlan, reads: list[tuple[int, int, int, bool]], unread: Collection[int]) -> None:
     rows = {position: row for row, (position, *_) in enumerate(reads)}
     assert made.rows == (-1, *(rows.get(position, -1) for position in range(1, made.last + 1)))
-    assert made.closes == tuple(any(p == position and ends for p, *_, ends in reads) for position in range(made.last + 1))
+    assert made.closes == tuple(
+        any(p == position and ends for p, *_, ends in reads) for position in range(made.last + 1)
+    )
     assert made.sources == tuple(sources for _, _, sources, _ in reads)
     # The rows that phase 1 computes when a block has closed are those of the reads over the same finished blocks.
     by_finished: dict[int, list[int]] = {}
