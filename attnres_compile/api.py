@@ -15,7 +15,7 @@ from attnres_compile.attach import ATTRIBUTE, Attachment, attach, is_attached
 from attnres_compile.capture.copies import shared_copy
 from attnres_compile.capture.inputs import Inputs, normalise
 from attnres_compile.capture.trace import Captured, capture
-from attnres_compile.chains import ResidualChain
+from attnres_compile.chains import Refusal, ResidualChain
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import InputError, RefusedError
 from attnres_compile.passes import _nodes
@@ -59,7 +59,7 @@ def transform(
     """
     config = AttnResConfig(**options)
     if isinstance(model, ExportedProgram):
-        return cast(M, _transform_program(model, config, verify))
+        return _transform_program(model, config, verify)
     if isinstance(model, fx.GraphModule):
         return cast(M, _transform_graph(model, _inputs_of_graph(model, example_inputs), config, verify))
     inputs = _example_inputs(model, example_inputs)
@@ -166,10 +166,17 @@ def _found(
     model: nn.Module, captured: Captured, inputs: Inputs, config: AttnResConfig, *, outermost: bool
 ) -> tuple[AttnResReport, list[Attachment], dict[int, int]]:
     subject = run(live(outermost=outermost), Subject(captured.module, config))
+    subject.refusals += _scripted(model) if not subject.chains else []
     report = _report(type(model).__name__, captured.front_end, subject)
     chains = _selected(subject, report)
     pushes = {chain.plan.chain: len(chain.pushes) for chain in chains if chain.plan is not None}
     return report, attachments(model, captured, chains, inputs) if chains else [], pushes
+
+
+def _scripted(model: nn.Module) -> list[Refusal]:
+    reason = "a ScriptModule hides its adds from Python; transform the eager module and script nothing on the stream"
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    return [Refusal(reason, name, f"in module {name!r}") for name in scripted[:1]]
 
 
 def _pushes(model: nn.Module, found: list[Attachment], inputs: Inputs, config: AttnResConfig) -> dict[int, int] | None:

@@ -1,5 +1,7 @@
 """Oracle (b): random queries and key norms equal the hand-written Block AttnRes model, forward and gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,10 @@ from tests.block_attnres import HandWrittenBlockAttnRes, ParallelTransformer, Pl
 from tests.tolerances import assert_close
 
 TOKENS = torch.arange(18).reshape(2, 9) * 7 % 31
-PLANS = [{"block_size": size} for size in (1, 2, 3, 4, 10)] + [{"num_blocks": n} for n in (1, 3, 5)]
+PLANS: list[dict[str, Any]] = [{"block_size": size} for size in (1, 2, 3, 4, 10)] + [{"num_blocks": n} for n in (1, 3, 5)]
 
 
-def hand_written(model: PlainTransformer, sublayers: int, options: dict[str, int], preserve: bool) -> nn.Module:
+def hand_written(model: PlainTransformer, sublayers: int, options: dict[str, Any], preserve: bool) -> nn.Module:
     config = AttnResConfig(**options)
     blocks = config.block_sizes(sublayers)
     made = HandWrittenBlockAttnRes(model, blocks=blocks, preserve=preserve, eps=config.eps)
@@ -26,7 +28,7 @@ def hand_written(model: PlainTransformer, sublayers: int, options: dict[str, int
 @pytest.mark.parametrize("options", PLANS, ids=lambda o: "-".join(f"{k}{v}" for k, v in o.items()))
 @pytest.mark.parametrize("kind", [PlainTransformer, ParallelTransformer])
 def test_equals_the_hand_written_model(
-    kind: type[PlainTransformer], options: dict[str, int], preserve: bool, route: str
+    kind: type[PlainTransformer], options: dict[str, Any], preserve: bool, route: str
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)

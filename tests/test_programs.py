@@ -1,5 +1,7 @@
 """Odd residual programs: each exact with the expected pushes, or refused with the right reason."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("options", [{"block_size": 3}, {"block_size": 1}], ids=["blocks of 3", "full"])
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=list(PROGRAMS))
-def test_program(program: Program, options: dict[str, int]) -> None:
+def test_program(program: Program, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     model = program.build()
     if program.refused is not None:
@@ -30,15 +32,17 @@ def test_program(program: Program, options: dict[str, int]) -> None:
         assert {name: id(module) for name, module in model.named_modules()} == before
         return
     transformed = ac.transform(model, sample(2, 10), **options)
-    chains = transformed.attnres_report.chains  # type: ignore[union-attr]
-    assert sum(chain.adds for chain in chains) == program.pushes
+    report: Any = transformed.attnres_report
+    assert sum(chain.adds for chain in report.chains) == program.pushes
     # Fresh models: a program may count its calls.
     fresh: nn.Module = program.build()
     with torch.no_grad(), Observer() as observer:
         actual = transformed(sample(2, 10))
         assert sum(observer.pushes.values()) == program.pushes
         expected = fresh(sample(2, 10))
-        assert error(actual, expected) <= TOLERANCE[min(observer.dtypes, key=lambda dtype: dtype.itemsize)]
+        # An autocast region computes its branches in bfloat16.
+        allowed = TOLERANCE[min(observer.dtypes, key=lambda dtype: dtype.itemsize)]
+        assert error(actual, expected) <= allowed
         if program.name not in ONE_SHAPE:
             assert (
                 error(transformed(sample(3, 7)), fresh(sample(3, 7)))

@@ -72,7 +72,7 @@ def test_gradients_against_the_reference(sizes: list[int]) -> None:
     def gradients(by_stream: bool) -> list[Tensor]:
         source, weight = random().requires_grad_(), (random(WIDTH, WIDTH, seed=30) / 3).requires_grad_()
         stream = begun(sizes, source)
-        parameters = list(stream.reads.parameters())  # type: ignore[attr-defined]
+        parameters = list(stream.reads.parameters())
         if by_stream:
             for _ in range(6):
                 stream = stream.push(torch.tanh(stream.read() @ weight))

@@ -18,7 +18,7 @@ from attnres_compile.stream import Observer
 from attnres_compile.verification import call, gradients, relative_error
 from tests.zoo import Case
 
-OPTIONS: tuple[dict[str, int], ...] = ({"num_blocks": 2}, {"num_blocks": 3}, {"block_size": 1})
+OPTIONS: tuple[dict[str, Any], ...] = ({"num_blocks": 2}, {"num_blocks": 3}, {"block_size": 1})
 FIRST = (2, 8)
 
 
@@ -87,9 +87,8 @@ def gradient_error(actual: dict[str, Tensor | None], expected: dict[str, Tensor 
     if any((actual[name] is None) != (gradient is None) for name, gradient in expected.items()):
         return float("inf")
     names = [name for name, gradient in expected.items() if gradient is not None]
-    ours, theirs = (
-        torch.cat([g.double().flatten() for n in names if (g := s[n]) is not None]) for s in (actual, expected)
-    )
+    sides = ([gradient for name in names if (gradient := side[name]) is not None] for side in (actual, expected))
+    ours, theirs = (torch.cat([gradient.double().flatten() for gradient in side]) for side in sides)
     return relative_error([ours], [theirs])
 
 
@@ -122,11 +121,15 @@ def reads_of(model: nn.Module) -> dict[str, Tensor]:
 def structure(graph: fx.Graph) -> int:
     """A digest of what the output depends on: equal for graphs that are equal up to names, order and vain casts."""
     digests: dict[fx.Node, int] = {}
+
+    def digest(node: fx.Node) -> Any:
+        return Digest(digests[node])
+
     for node in graph.nodes:
         if not _counts(node):
             digests[node] = digests[_source(node)]
             continue
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: Digest(digests[n]))
+        args = fx.node.map_arg((node.args, node.kwargs), digest)
         name = "" if node.op == "output" else str(node.target)
         digests[node] = hash((node.op, name, repr(args)))
     return digests[graph.output_node()]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
@@ -85,7 +86,7 @@ def from_graph(module: fx.GraphModule, inputs: Inputs) -> Captured:
         values.append(inputs.kwargs.get(str(node.target), default))
     if any("val" not in node.meta for node in module.graph.nodes if node.op not in ("output", "get_attr")):
         with _quiet():
-            FakeTensorProp(module).propagate(*values)
+            FakeTensorProp(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*values)
     return Captured(module, values, "fx graph", None)
 
 
