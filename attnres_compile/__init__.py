@@ -13,6 +13,7 @@ from attnres_compile.errors import (
     RefusedError,
     VerificationError,
 )
+from attnres_compile.exporters import export_onnx
 from attnres_compile.report import AttnResReport
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "OptionError",
     "RefusedError",
     "VerificationError",
+    "export_onnx",
     "inspect",
     "ops",
     "transform",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -59,9 +59,11 @@ def transform(
     """
     config = AttnResConfig(**options)
     if isinstance(model, ExportedProgram):
-        return _transform_program(model, config, verify)
+        program: Any = _transform_program(model, config, verify)
+        return program
     if isinstance(model, fx.GraphModule):
-        return cast(M, _transform_graph(model, _inputs_of_graph(model, example_inputs), config, verify))
+        graph: Any = _transform_graph(model, _inputs_of_graph(model, example_inputs), config, verify)
+        return graph
     inputs = _example_inputs(model, example_inputs)
     report, found, pushes = _analyse(model, inputs, config)
     if found:

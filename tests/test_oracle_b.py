@@ -12,7 +12,7 @@ from tests.block_attnres import HandWrittenBlockAttnRes, ParallelTransformer, Pl
 from tests.tolerances import assert_close
 
 TOKENS = torch.arange(18).reshape(2, 9) * 7 % 31
-PLANS: list[dict[str, Any]] = [{"block_size": size} for size in (1, 2, 3, 4, 10)] + [{"num_blocks": n} for n in (1, 3, 5)]
+PLANS: list[dict[str, Any]] = [{"block_size": n} for n in (1, 2, 3, 4, 10)] + [{"num_blocks": n} for n in (1, 3, 5)]
 
 
 def hand_written(model: PlainTransformer, sublayers: int, options: dict[str, Any], preserve: bool) -> nn.Module:
