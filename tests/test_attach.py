@@ -67,9 +67,7 @@ def expected(model: Any, x: Tensor = X) -> Tensor:
     sublayers = [branch for layer in original.layers for branch in (layer.f, layer.g)]
     (reads,) = model.attnres
     source = original.embed(x)
-    final = reference.block_attnres(
-        source, sublayers, reads.query, reads.key_norm, [2, 2], eps=EPS, preserve=True
-    )
+    final = reference.block_attnres(source, sublayers, reads.query, reads.key_norm, [2, 2], eps=EPS, preserve=True)
     return original.norm(final)
 
 
@@ -98,7 +96,8 @@ def test_state_and_class() -> None:
 
 def test_what_modules_receive() -> None:
     """Layers get the stream, readers the mix, and the caller a tensor."""
-    model, seen = attached(), {}
+    model = attached()
+    seen: dict[str, tuple[bool, bool]] = {}
     for name, module in model.named_modules():
         if name and "attnres" not in name:
             module.register_forward_hook(

@@ -77,7 +77,15 @@ def test_balanced_blocks(sublayers: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "sublayers", "expected"),
-    [(1, 3, (1, 1, 1)), (2, 6, (2, 2, 2)), (4, 6, (4, 2)), (5, 11, (5, 5, 1)), (6, 6, (6,)), (9, 6, (6,)), (3, 1, (1,))],
+    [
+        (1, 3, (1, 1, 1)),
+        (2, 6, (2, 2, 2)),
+        (4, 6, (4, 2)),
+        (5, 11, (5, 5, 1)),
+        (6, 6, (6,)),
+        (9, 6, (6,)),
+        (3, 1, (1,)),
+    ],
 )
 def test_blocks_of_one_size(size: int, sublayers: int, expected: tuple[int, ...]) -> None:
     assert AttnResConfig(block_size=size).block_sizes(sublayers) == expected

@@ -256,11 +256,11 @@ def test_out_argument(operation: Callable[[Any, Tensor], Any]) -> None:
     [
         lambda x: torch.mul(input=x, other=2),
         lambda x: torch.reshape(input=x, shape=(8, WIDTH)),
+        lambda x: torch.transpose(input=x, dim0=0, dim1=1),
         lambda x: torch.divide(x, 2),
-        lambda x: x.rename(None),
     ],
 )
-@pytest.mark.xfail(reason="the graph sees an operation that is carried, the live stream one that reads")
+@pytest.mark.xfail(reason="keywords are not looked at, and divide is not known as div")
 def test_other_spellings_of_carried_operations(operation: Operation) -> None:
     assert is_stream(operation(pushed(begun(), 3)))
 

@@ -98,7 +98,7 @@ class InContainer(Net):
         super().__init__(Packed(), Packed())
 
     def middle(self, x: Tensor) -> Tensor:
-        state = {"extra": x.cos(), "x": (None, x)}
+        state: dict[str, Any] = {"extra": x.cos(), "x": (None, x)}
         for layer in self.layers:
             state = layer(state)
         return state["x"][1]
