@@ -100,7 +100,7 @@ def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     for a, e in zip(actual, expected, strict=True):
         if not e.numel() or bool((a == e).all()):
             continue
-        difference, scale = _magnitude(a.double() - e.double()), _magnitude(e)
+        difference, scale = _magnitude(a - e), _magnitude(e)
         error = difference / scale if scale else difference
         worst = error if error > worst or error != error else worst
     return worst if worst == worst else float("inf")
@@ -168,13 +168,13 @@ class _Pair:
         both = zip(actual.values(), expected.values(), strict=True)
         pairs = [(a, e) for a, e in both if a is not None and e is not None]
         scale = max((_magnitude(e) for _, e in pairs), default=0.0)
-        worst = max((_magnitude(a.double() - e.double()) for a, e in pairs), default=0.0)
+        worst = max((_magnitude(a - e) for a, e in pairs), default=0.0)
         error = max(worst / scale if scale else worst, relative_error(outputs, expected_outputs))
         return Check(name, error, self.tolerance)
 
 
 def _magnitude(tensor: Tensor) -> float:
-    return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
+    return float(torch.linalg.vector_norm(tensor.detach(), float("inf"))) if tensor.numel() else 0.0
 
 
 def _loss(outputs: list[Tensor]) -> Tensor:

@@ -21,9 +21,9 @@ HEADER = """# The zoo, measured
 
 Small random-weight models, 4 layers, no downloads. Zero queries against the original, largest relative error over
 num_blocks=2, num_blocks=3 and block_size=1, over two batches and lengths (Mamba2's program has one length), in eval and
-in training with equal seeds. Gradients are those of the original's parameters. *live* is the transformed module, *graph*
-the rewritten exported program. The pushes seen equal the adds found in every row. Written by `python benchmarks/zoo.py`;
-`tests/test_zoo_transform.py` asserts the bounds: 1e-12 in fp64 and 1e-5 in fp32. A model marked with * norms or computes
+in training with equal seeds. Gradients are those of the original parameters. *live* is the transformed module, *graph*
+the rewritten exported program. The pushes seen equal the adds found in each row. Written by `python benchmarks/zoo.py`;
+`tests/test_zoo_transform.py` asserts the bounds: 1e-12 in fp64, 1e-5 in fp32. A model marked with * norms or computes
 in fp32 inside, where the fp64 figure is bounded by fp32's.
 
 | model | adds | sublayers | fp64 live | fp64 graph | fp64 gradients | fp32 live | fp32 graph | fp32 gradients |

@@ -85,7 +85,8 @@ def test_zero_queries_compute_the_original() -> None:
 
 def test_state_and_class() -> None:
     model = attached()
-    assert type(model) is Net
+    kind = type(model)
+    assert kind is Net
     assert model.state_dict().keys() - plain().state_dict().keys() == {"attnres.0.query", "attnres.0.key_norm"}
     assert isinstance(model.attnres[0], DepthReads)
     assert {p.dtype for p in model.attnres.parameters()} == {torch.float64}
