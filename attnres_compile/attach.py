@@ -6,7 +6,6 @@ parameters up on the root module when they run, so that copies of the model foll
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from attnres_compile.chains import BlockPlan
 from attnres_compile.errors import RefusedError
 from attnres_compile.reads import DepthReads
-from attnres_compile.stream import Stream, is_stream, map_streams, start
+from attnres_compile.stream import Stream, is_stream, map_streams, replace_leaves, start
 
 ATTRIBUTE = "attnres"
 Key = int | str
@@ -164,8 +163,13 @@ class _Anchor(_Hook):
         position = next((p for p in self.positions if p >= latest.position), self.positions[-1])
         if position == latest.position:
             return None
-        moved = latest.at(position)
-        return map_streams((args, kwargs), lambda s: moved if s is latest else s)
+        before = latest.position
+
+        def at(stream: Stream) -> Stream:
+            ours = stream.plan.chain == self.chain and stream.position == before
+            return stream.at(position) if ours else stream
+
+        return map_streams((args, kwargs), at)
 
 
 @dataclass(eq=False)
@@ -217,21 +221,8 @@ def at_path(value: Any, path: tuple[Key, ...]) -> Any:
     return value
 
 
-def _swapped(value: Any, old: Any, new: Any) -> Any:
-    if value is old:
-        return new
-    if isinstance(value, dict):
-        changed = {key: _swapped(item, old, new) for key, item in value.items()}
-        if all(changed[key] is value[key] for key in changed):
-            return value
-        result = copy.copy(value)
-        for key, item in changed.items():
-            result[key] = item
-        return result
-    if isinstance(value, list | tuple):
-        items = [_swapped(item, old, new) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+def _swapped(value: Any, old: Tensor, new: Stream) -> Any:
+    return replace_leaves(value, lambda leaf: isinstance(leaf, Tensor) and leaf is old, lambda leaf: new)
 
 
 def places(value: Any, path: tuple[Key, ...] = ()) -> list[tuple[tuple[Key, ...], Tensor]]:

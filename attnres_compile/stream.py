@@ -259,22 +259,37 @@ def is_stream(value: object) -> bool:
 
 def map_streams(value: Any, function: Callable[[Stream], Any]) -> Any:
     """``value`` with every stream in it replaced; containers without one come back as they are."""
-    if is_stream(value):
-        return function(value)
+    return replace_leaves(value, is_stream, function)
+
+
+def replace_leaves(value: Any, wanted: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
+    """``value`` with the wanted leaves of its tuples, lists and dicts replaced; others come back as they are."""
     if isinstance(value, list | tuple):
-        items = [map_streams(item, function) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if not _holds(value, wanted):
             return value
+        items = [replace_leaves(item, wanted, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        changed = {key: map_streams(item, function) for key, item in value.items()}
-        if all(changed[key] is value[key] for key in changed):
+        if not _holds(value.values(), wanted):
             return value
         result = copy.copy(value)
-        for key, item in changed.items():
-            result[key] = item
+        for key in value:
+            result[key] = replace_leaves(value[key], wanted, function)
         return result
-    return value
+    return function(value) if wanted(value) else value
+
+
+def _holds(values: Iterable[Any], wanted: Callable[[Any], bool]) -> bool:
+    for value in values:
+        if isinstance(value, list | tuple):
+            if _holds(value, wanted):
+                return True
+        elif isinstance(value, dict):
+            if _holds(value.values(), wanted):
+                return True
+        elif wanted(value):
+            return True
+    return False
 
 
 def _starts_with(values: tuple[Value, ...], first: tuple[Value, ...]) -> bool:

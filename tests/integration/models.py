@@ -54,6 +54,16 @@ def attnres_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if "attnres." in name}
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    """In training mode, but without random numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    return model.train()
+
+
 def run(name: str, model: nn.Module, inputs: dict[str, Tensor] | None = None, *, seed: int = 0) -> Tensor:
     """The zoo's output of one forward with the random numbers of a seed."""
     torch.manual_seed(seed)

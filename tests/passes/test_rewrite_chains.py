@@ -211,9 +211,9 @@ def test_listing() -> None:
         "merge_default = merge(getitem_3, getitem_5, getitem_7, 0.001, 2.0)",
         "layer_norm_2 = layer_norm(merge_default, [8], 1e-05)",
         "linear_3 = linear(layer_norm_2)",
-        "select_int_4 = select.int(0, 2)",
-        "select_int_5 = select.int(0, 2)",
-        "merge_default_1 = merge(getitem_4, getitem_6, getitem_8, linear_3, select_int_4, select_int_5, 0.001, 3.0)",
+        "select_int_2 = select.int(0, 2)",
+        "select_int_3 = select.int(0, 2)",
+        "merge_default_1 = merge(getitem_4, getitem_6, getitem_8, linear_3, select_int_2, select_int_3, 0.001, 3.0)",
         "layer_norm_3 = layer_norm(merge_default_1, [8], 1e-05)",
         "output = output([layer_norm_3])",
     ]
