@@ -16,7 +16,15 @@ import torch
 Target = Callable[..., Any] | str
 
 IN_PLACE = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_"}
-SYNONYMS = {"truediv": "div", "true_divide": "div", "subtract": "sub", "multiply": "mul", "negative": "neg"}
+SYNONYMS = {"truediv": "div", "true_divide": "div", "divide": "div"}
+SYNONYMS |= {"subtract": "sub", "multiply": "mul", "negative": "neg"}
+    "truediv": "div",
+    "true_divide": "div",
+    "subtract": "sub",
+    "multiply": "mul",
+    "negative": "neg",
+    "divide": "div",
+}
 
 UNCHANGED = frozenset({"clone", "contiguous", "alias", "lift_fresh_copy", "positive", "pos"})
 CASTS = frozenset({"to", "_to_copy", "float", "half", "bfloat16", "double", "type_as", "type", "cpu", "cuda"})
@@ -29,7 +37,8 @@ SCALINGS = frozenset({"mul", "mul_", "rmul", "div", "div_", "neg"})
 METADATA = frozenset(
     {"sym_size", "sym_numel", "sym_stride", "size", "dim", "_assert_tensor_metadata", "ndimension", "numel", "nelement"}
     | {"stride", "is_floating_point", "is_complex", "is_contiguous", "element_size", "get_device", "len", "data_ptr"}
-    | {"storage_offset", "getattr", "is_same_size"}
+    | {"storage_offset", "getattr", "is_same_size", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like"}
+    | {"randn_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
 )
 
 
@@ -80,6 +89,8 @@ _FUSED = {
 
 def as_addition(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Addition | None:
     """The addition that an operation is, or None. ``skip`` is the first operand; an add commutes."""
+    if kwargs.get("out") is not None:
+        return None
     if name in ("add", "add_", "radd", "sub", "sub_"):
         operands = [*args, *(kwargs[key] for key in ("input", "other") if key in kwargs)]
         alpha = operands[2] if len(operands) > 2 else kwargs.get("alpha", 1)
@@ -119,7 +130,10 @@ def carried_axis(name: str, args: Sequence[Any], before: Sequence[Any], after: S
     return None
 
 
-DROPOUTS = frozenset({"dropout"})
+# Of these only plain dropout goes on in training: the others drop whole features.
+DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}) | {
+    "feature_dropout"
+}
 
 
 def _leaves_last_axis(name: str, args: Sequence[Any], ndim: int, before: Sequence[Any], after: Sequence[Any]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attnres_compile.chains import BlockPlan
 from attnres_compile.errors import RefusedError
-from attnres_compile.reads import DepthReads
+from attnres_compile.reads import ChainReads, DepthReads
 from attnres_compile.stream import Stream, is_stream, map_streams, replace_leaves, start
 
 ATTRIBUTE = "attnres"
@@ -71,7 +71,7 @@ def attach(model: nn.Module, attachments: list[Attachment], *, key_norm: bool) -
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     device, dtype = (parameter.device, parameter.dtype) if parameter is not None else (None, None)
     reads = [DepthReads(a.plan.reads, a.width, key_norm=key_norm, device=device, dtype=dtype) for a in attachments]
-    model.add_module(ATTRIBUTE, nn.ModuleList(reads))
+    model.add_module(ATTRIBUTE, ChainReads(reads))
     # Each goes before the user's own hooks, which belong to the layer; so the last registered, the start, is first.
     for attachment in attachments:
         chain = attachment.plan.chain
@@ -88,9 +88,8 @@ def attach(model: nn.Module, attachments: list[Attachment], *, key_norm: bool) -
 
 def is_attached(model: nn.Module) -> bool:
     """Whether some module of the model carries streams already."""
-    return any(
-        isinstance(hook, _Hook) for module in model.modules() for hook in (*module._forward_pre_hooks.values(),)
-    ) or any(isinstance(hook, _Start) for module in model.modules() for hook in module._forward_hooks.values())
+    hooks = (hook for m in model.modules() for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
+    return any(isinstance(hook, _Hook | _StartOutput) for hook in hooks)
 
 
 def _attach_start(model: nn.Module, attachment: Attachment) -> None:
@@ -124,7 +123,7 @@ class _Start(_Hook):
         if stream is source:
             return None
         # The same tensor may come in twice (a second stream that starts equal, a state kept for re-injection).
-        return _swapped((args, kwargs), source, stream)
+        return None if source is None else _swapped((args, kwargs), source, stream)
 
     def start(self, value: Any) -> Any:
         """The stream that starts with ``value``, unless it is one already or no tensor of that width."""

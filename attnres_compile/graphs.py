@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
@@ -19,7 +19,7 @@ from attnres_compile.config import AttnResConfig
 from attnres_compile.passes.base import Subject, run
 from attnres_compile.passes.pipelines import GRAPH
 from attnres_compile.passes.rewrite_chains import Parameters, RewriteChains
-from attnres_compile.reads import DepthReads
+from attnres_compile.reads import ChainReads, DepthReads
 
 
 def analyse_graph(module: fx.GraphModule, inputs: Inputs, config: AttnResConfig) -> tuple[Captured, Subject]:
@@ -40,8 +40,8 @@ def analyse_program(program: ExportedProgram, config: AttnResConfig) -> tuple[Ca
 
 
 def _analyse(program: ExportedProgram, config: AttnResConfig) -> tuple[Captured, Subject]:
-    captured = from_program(program, Inputs(*(program.example_inputs or ((), {}))))
-    captured.module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph_module.graph))
+    module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph_module.graph))
+    captured = from_program(program, Inputs(*(program.example_inputs or ((), {}))), module)
     return captured, run(GRAPH, Subject(captured.module, config))
 
 
@@ -52,7 +52,7 @@ def _mutates(node: fx.Node) -> bool:
 def rewrite_graph(subject: Subject) -> fx.GraphModule:
     """The graph module with its chains rewritten; the reads are its ``attnres``."""
     module = subject.module
-    module.add_module(ATTRIBUTE, nn.ModuleList())
+    module.add_module(ATTRIBUTE, ChainReads())
 
     def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
         reads = _reads(chain, subject.config)

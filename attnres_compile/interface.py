@@ -12,7 +12,9 @@ from torch import fx
 from attnres_compile.arithmetic import (
     CASTS,
     DROPOUTS,
+    INDEXING,
     METADATA,
+    PERMUTATIONS,
     ROW_MAJOR,
     SCALINGS,
     UNCHANGED,
@@ -27,12 +29,20 @@ from attnres_compile.stream import NUMBERS, Stream, TensorStream, Value, example
 
 aten = torch.ops.aten
 
+METADATA_ATTRIBUTES = frozenset(
+    {"is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "is_sparse", "is_quantized", "is_nested", "layout", "itemsize"}
+    | {"names", "is_leaf", "is_mkldnn", "is_sparse_csr", "is_vulkan", "is_xla", "is_ipu", "is_maia", "is_mtia"}
+)
+
 
 def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an operation to arguments among which there is a stream."""
     for value in (*args, *kwargs.values()):
         if is_stream(value):
             value.current()
+    if not args and "input" in kwargs:
+        kwargs = dict(kwargs)
+        args = tuple(kwargs.pop(key) for key in ("input", "other") if key in kwargs)
     addition = as_addition(name, args, kwargs)
     if addition is not None:
         pushed = _pushed(addition)
@@ -67,6 +77,8 @@ def _pushed(addition: Addition) -> Stream | None:
         return skip
     if not isinstance(value, NUMBERS) and not _broadcasts(value, skip):
         return None
+    if addition.in_place and not isinstance(value, NUMBERS) and example(value).dtype != skip.dtype:
+        value = aten.to.dtype(value, skip.dtype)
     after = skip.push(value)
     if addition.in_place and skip is addition.skip:
         skip.stale = f"by an in-place add{_caller()}"
@@ -79,19 +91,23 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if not args or not is_stream(args[0]) or any(is_stream(a) for a in (*args[1:], *kwargs.values())):
         return None
     stream, rest = args[0], args[1:]
+    if name == "clone":
+        return stream.copied()
     if name in UNCHANGED:
         return stream
     if name in DROPOUTS:
-        return _dropped_out(stream, target, rest, kwargs)
+        return _dropped_out(stream, target, name, rest, kwargs)
     if name in SCALINGS:
-        factor = scaling_factor(name, args)
-        if factor is None:
+        if scaling_factor(name, [stream, *map(example, rest)]) is None:
             return None
+        factor = rest[0] if rest else -1
         op = aten.div.Tensor if name.startswith("div") else aten.mul.Tensor
         scaled = stream.map(lambda v: op(v, factor), stream.axis)
         if name.endswith("_"):
             stream.stale = f"by an in-place `{name}`{_caller()}"
         return scaled
+    if name not in CASTS | ROW_MAJOR | INDEXING | PERMUTATIONS:
+        return None
     if name in ROW_MAJOR:
         restored = stream.restored(_sizes(rest, kwargs), lambda v: target(v, *rest, **kwargs))
         if restored is not None:
@@ -113,11 +129,15 @@ def _sizes(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
     return [example(size) for size in sizes]
 
 
-def _dropped_out(stream: Stream, target: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream:
+def _dropped_out(
+    stream: Stream, target: Any, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Stream | None:
     p = rest[0] if rest else kwargs.get("p", 0.5)
     training = rest[1] if len(rest) > 1 else kwargs.get("training", kwargs.get("train", True))
     if p == 0 or not training:
         return stream
+    if name != "dropout":
+        return None
     # Dropping a tensor of ones draws the same random numbers as dropping the stream does.
     mask = target(aten.ones_like.default(stream.blocks[0]), *rest, **kwargs)
     return stream.map(lambda v: aten.mul.Tensor(v, mask), stream.axis)
@@ -163,6 +183,8 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _attribute(name: str) -> property:
+    if name in METADATA_ATTRIBUTES:
+        return property(lambda self: getattr(self.blocks[0], name))
     return property(lambda self: getattr(self.read(), name))
 
 

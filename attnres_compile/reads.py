@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ class ReadParameters(Protocol):
     @property
     def key_norm(self) -> Tensor | None:
         """Key-norm weights ``[L, d]``, or None."""
+
+
+class ChainReads(nn.ModuleList):
+    """The reads of every chain, by index. Called, it passes its input on: a model may call all of its children."""
+
+    def forward(self, x: Any) -> Any:
+        """Return ``x``."""
+        return x
 
 
 class DepthReads(nn.Module):

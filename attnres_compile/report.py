@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -85,7 +86,11 @@ class AttnResReport:
 
     def to_json(self, indent: int | None = None) -> str:
         """The same as JSON."""
-        return json.dumps({**asdict(self), "parameters": self.parameters}, indent=indent)
+        plain = {**asdict(self), "parameters": self.parameters}
+        for check in plain["checks"]:
+            # JSON has no infinity.
+            check["error"] = check["error"] if math.isfinite(check["error"]) else str(check["error"])
+        return json.dumps(plain, indent=indent)
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {len(self.chains)} residual chain{'s' * (len(self.chains) != 1)} ({self.front_end})"]

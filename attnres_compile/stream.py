@@ -114,18 +114,20 @@ class Stream:
 
     def push(self, branch: Value) -> Stream:
         """The state after adding ``branch``, a tensor that broadcasts to the stream's shape, or a number."""
-        position, partial, blocks = self.position + 1, self.partial, self.blocks
+        position, partial, blocks = self.position + 1, self.partial, self.current().blocks
+        ours = self.dtype
+        common = ours if isinstance(branch, NUMBERS) else torch.result_type(example(blocks[0]), example(branch))
         if partial is not None:
             partial = aten.add.Tensor(partial, branch)
         elif isinstance(branch, NUMBERS):
             partial = aten.full_like.default(blocks[0], branch)
         else:
             partial = branch if _same_shape(branch, blocks[0]) else aten.expand_as.default(branch, blocks[0])
-        ours, theirs = example(blocks[0]).dtype, example(partial).dtype
-        if ours != theirs:
-            common = torch.promote_types(ours, theirs)
-            partial = partial if theirs == common else aten.to.dtype(partial, common)
-            blocks = blocks if ours == common else tuple(aten.to.dtype(block, common) for block in blocks)
+        theirs = example(branch).dtype if not isinstance(branch, NUMBERS) else ours
+        if example(partial).dtype != common:
+            partial = aten.to.dtype(partial, common)
+        if ours != common:
+            blocks = tuple(aten.to.dtype(block, common) for block in blocks)
         if Observer.active is not None:
             Observer.active.pushes[self.plan.chain] = Observer.active.pushes.get(self.plan.chain, 0) + 1
             Observer.active.dtypes.add(theirs)
@@ -135,7 +137,7 @@ class Stream:
 
     def at(self, position: int) -> Stream:
         """The same state where the plan has it at ``position``: rows do not shift when layers are skipped."""
-        if position == self.position:
+        if position == self.current().position:
             return self
         moved = self._with(self.blocks, self.partial, self.phase, position=position)
         crossed = any(self.plan.closes[self.position + 1 : position + 1])
@@ -177,6 +179,11 @@ class Stream:
         query, key_norm = self.reads.query, self.reads.key_norm
         return aten.select.int(query, 0, row), None if key_norm is None else aten.select.int(key_norm, 0, row)
 
+    def copied(self) -> Stream:
+        """Another value: an in-place add on it leaves this one as it is, and so does one on its lone source."""
+        blocks = (aten.clone.default(self.blocks[0]),) if len(self.current().sources) == 1 else self.blocks
+        return self._with(blocks, self.partial, self.phase)
+
     def total(self) -> Value:
         """The standard residual stream: the sum of all sources."""
         total, *others = self.sources
@@ -199,7 +206,8 @@ class Stream:
         old, phase = self.folded_from
         blocks = old + tuple(function(block) for block in self.blocks[len(old) :])
         partial = None if self.partial is None else function(self.partial)
-        phase = phase if len(blocks) == len(old) else _reshaped(self.phase, blocks[0])
+        if len(blocks) > len(old):
+            phase = _reshaped(self.phase, blocks[0]) if self.axis == -1 else None
         return self._with(blocks, partial, phase, folded_from=None)
 
     def __repr__(self) -> str:

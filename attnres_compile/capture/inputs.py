@@ -66,15 +66,19 @@ def _from_config(model: nn.Module) -> dict[str, Any]:
         made["input_ids"] = _tokens(getattr(text, "vocab_size", 100), device)
     if "pixel_values" in accepted and hasattr(vision, "image_size"):
         size = vision.image_size if isinstance(vision.image_size, list | tuple) else (vision.image_size,) * 2
-        made["pixel_values"] = torch.randn(2, getattr(vision, "num_channels", 3), *size, device=device)
+        made["pixel_values"] = _noise(2, getattr(vision, "num_channels", 3), *size).to(device)
     if "input_features" in accepted and hasattr(config, "num_mel_bins"):
-        made["input_features"] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, device=device)
+        made["input_features"] = _noise(2, config.num_mel_bins, 2 * config.max_source_positions).to(device)
     if "decoder_input_ids" in accepted:
         made["decoder_input_ids"] = _tokens(getattr(text, "vocab_size", 100), device)
     if main not in made:
         raise InputError(f"cannot make example inputs for {type(model).__name__} ({main}); pass example_inputs")
     dtype = next(model.parameters()).dtype
     return {key: value.to(dtype) if value.is_floating_point() else value for key, value in made.items()}
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def _tokens(vocabulary: int, device: torch.device) -> Tensor:

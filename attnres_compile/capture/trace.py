@@ -61,11 +61,14 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
     raise CaptureError(f"{type(model).__name__} could not be traced:\n" + "\n".join(failures))
 
 
-def from_program(program: torch.export.ExportedProgram, inputs: Inputs) -> Captured:
-    """The graph of an exported program; non-user inputs are marked ``is_parameter``."""
+def from_program(
+    program: torch.export.ExportedProgram, inputs: Inputs, module: fx.GraphModule | None = None
+) -> Captured:
+    """The graph of an exported program, or a copy of it; inputs that are not the user's are marked ``is_parameter``."""
+    module = program.graph_module if module is None else module
     leaves = iter(pytree.tree_leaves((inputs.args, inputs.kwargs), is_leaf=lambda leaf: leaf is None))
     values: list[Any] = []
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             found = next(leaves, None)
@@ -74,7 +77,7 @@ def from_program(program: torch.export.ExportedProgram, inputs: Inputs) -> Captu
         node.meta["is_parameter"] = True
         target = str(spec.target)
         values.append(program.state_dict[target] if target in program.state_dict else program.constants[target])
-    return Captured(program.graph_module, values, "torch.export", program)
+    return Captured(module, values, "torch.export", program)
 
 
 def from_graph(module: fx.GraphModule, inputs: Inputs) -> Captured:
@@ -108,8 +111,7 @@ def _symbolic_trace(model: nn.Module, inputs: Inputs) -> Captured:
     tracer.record_stack_traces = True
     graph = tracer.trace(model, concrete_args=concrete or None)
     module = fx.GraphModule(model, graph, type(model).__name__)
-    tensors = {key: value for key, value in inputs.kwargs.items() if key not in concrete}
-    return from_graph(module, Inputs(inputs.args, tensors))
+    return from_graph(module, inputs)
 
 
 @contextlib.contextmanager

@@ -52,16 +52,15 @@ class DetectChains:
 
     def __call__(self, subject: Subject) -> bool:
         """Find the chains and the refused candidates; True when there are others than before."""
-        before = [(chain.source, len(chain.pushes)) for chain in subject.chains]
+        before = ([(chain.source, len(chain.pushes)) for chain in subject.chains], subject.refusals)
         chains, refusals = detect(subject.module, outermost=self.outermost)
         if self.live:
             chains = _keep(chains, refusals, lambda chain: NO_BOUNDARY if chain.start is None else None)
         if not subject.config.preserve:
             chains = _keep(chains, refusals, lambda chain: _not_scale_invariant(chain, subject.module))
-        subject.refusals = refusals
-        if [(chain.source, len(chain.pushes)) for chain in chains] == before:
+        if ([(chain.source, len(chain.pushes)) for chain in chains], refusals) == before:
             return False
-        subject.chains = chains
+        subject.chains, subject.refusals = chains, refusals
         return True
 
 

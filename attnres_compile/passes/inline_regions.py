@@ -72,7 +72,14 @@ def inline(module: fx.GraphModule, region: fx.Node) -> None:
                 if node.op == "get_attr":
                     copy.target = f"{reference.target}_{node.target}"
     for user in list(region.users):
-        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
+        value = outputs[user.args[1]]  # type: ignore[index]
+        if region.args[0] is False:
+            with module.graph.inserting_before(region):
+                # What was computed without gradient stays without, in a graph that trains.
+                detached = module.graph.call_function(torch.ops.aten.detach.default, (value,))
+                detached.meta = dict(user.meta)
+                value = detached
+        user.replace_all_uses_with(value)
         module.graph.erase_node(user)
     module.graph.erase_node(region)
     if not reference.users:

@@ -150,7 +150,7 @@ def carried_input(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:
     if name not in CARRYING:
         return None
     args = list(node.args)
-    if name == "mul" and isinstance(args[0], fx.Node) and len(_nodes.shape(args[0]) or ()) == 0:
+    if name == "mul" and (not isinstance(args[0], fx.Node) or len(_nodes.shape(args[0]) or ()) == 0):
         args.reverse()
     source = args[0]
     before, after = _nodes.shape(source), _nodes.shape(node)

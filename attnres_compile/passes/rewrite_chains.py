@@ -18,12 +18,12 @@ Assumes planned chains and a functional graph around them. Leaves every other no
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
@@ -74,11 +74,9 @@ class _Emitter(fx.proxy.GraphAppendingTracer):
         node = super().create_node(kind, target, *args, **kwargs)
         values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         modes = [v.fake_mode for v in pytree.tree_leaves(values) if isinstance(v, FakeTensor)]
-        if modes:
-            with modes[0]:
-                node.meta["val"] = target(*values[0], **values[1])
-        else:
-            node.meta["val"] = target(*values[0], **values[1])
+        function = _method(str(target)) if kind == "call_method" else target
+        with modes[0] if modes else contextlib.nullcontext():
+            node.meta["val"] = function(*values[0], **values[1])
         node.meta[STAMP] = "rewrite_chains"
         for key in ("stack_trace", "nn_module_stack"):
             if self.replacing is not None and key in self.replacing.meta:
@@ -99,6 +97,7 @@ class _Rewriter:
 
     def run(self) -> fx.Graph:
         """The rewritten graph."""
+        self.graph.set_codegen(self.module.graph._codegen)
         for node in self.module.graph.nodes:
             self.emitter.replacing = node
             value = self._visit(node)
@@ -131,7 +130,7 @@ class _Rewriter:
             return self._copy(node, *map_streams((args, kwargs), lambda s: s.blocks[0]))
         if node.op == "call_module" or not any(map(is_stream, pytree.tree_leaves((args, kwargs), is_leaf=is_stream))):
             return self._copy(node, *map_streams((args, kwargs), Stream.read))
-        target = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+        target = _method(str(node.target)) if node.op == "call_method" else node.target
         try:
             return dispatch(target, name, tuple(args), dict(kwargs))
         except RefusedError as error:
@@ -162,6 +161,10 @@ class _Held:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda value, *args, **kwargs: getattr(value, name)(*args, **kwargs)
 
 
 def _open(value: Any) -> Any:
