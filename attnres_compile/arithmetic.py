@@ -18,13 +18,6 @@ Target = Callable[..., Any] | str
 IN_PLACE = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_"}
 SYNONYMS = {"truediv": "div", "true_divide": "div", "divide": "div"}
 SYNONYMS |= {"subtract": "sub", "multiply": "mul", "negative": "neg"}
-    "truediv": "div",
-    "true_divide": "div",
-    "subtract": "sub",
-    "multiply": "mul",
-    "negative": "neg",
-    "divide": "div",
-}
 
 UNCHANGED = frozenset({"clone", "contiguous", "alias", "lift_fresh_copy", "positive", "pos"})
 CASTS = frozenset({"to", "_to_copy", "float", "half", "bfloat16", "double", "type_as", "type", "cpu", "cuda"})

@@ -214,7 +214,6 @@ def test_other_arguments_that_are_the_same_tensor() -> None:
     assert model(X).shape == (2, 5, WIDTH)
 
 
-@pytest.mark.xfail(reason="the reads are one of the modules that a Sequential calls")
 def test_model_that_calls_its_children() -> None:
     def make() -> nn.Module:
         net = Net()
@@ -236,7 +235,6 @@ def test_is_attached() -> None:
     assert is_attached(model)
 
 
-@pytest.mark.xfail(reason="the hook on an output is looked for by the class of another")
 def test_is_attached_by_an_output_alone() -> None:
     model = plain(OuterAdds)
     place = Place(None, None, ())

@@ -28,7 +28,6 @@ from tests.tolerances import assert_close
 
 TOKENS = (torch.arange(14).reshape(2, 7) * 5) % 31
 EPS = 1e-3
-PROXIES = pytest.mark.xfail(reason="the shape of a factor that is a node is asked of its proxy")
 MODELS: dict[str, type[PlainTransformer]] = {"sequential": PlainTransformer, "parallel": ParallelTransformer}
 
 
@@ -254,7 +253,6 @@ def test_chain_inside_one_function() -> None:
     assert_close(result.module()(x.double()), model(x.double()))
 
 
-@PROXIES
 def test_several_chains() -> None:
     result: Any = ac.transform(exported(models.TwoStreams(), example()), block_size=2)
     gained = {name: tuple(value.shape) for name, value in result.state_dict.items() if name.startswith("attnres")}
@@ -300,8 +298,8 @@ class Modulated(models.Net):
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(Injected, marks=PROXIES),
-        pytest.param(Modulated, marks=PROXIES),
+        pytest.param(Injected),
+        pytest.param(Modulated),
         models.ChannelsFirst,
         models.Shared,
     ],
@@ -313,7 +311,6 @@ def test_odd_programs_keep_their_values(make: Callable[[], nn.Module]) -> None:
     assert any("attnres_compile" in str(node.target) for node in result.graph.nodes)
 
 
-@pytest.mark.xfail(reason="a no_grad region is inlined, and its parameters get gradients")
 def test_regions_without_gradient_stay_without() -> None:
     class Frozen(models.Pair):
         def forward(self, x: Tensor) -> Tensor:
@@ -363,7 +360,6 @@ def test_graph_without_shapes_needs_inputs() -> None:
         ac.transform(symbolic("sequential"))
 
 
-@pytest.mark.xfail(reason="the new graph lacks the old one's codegen: a tuple comes out")
 def test_graph_module_of_a_program() -> None:
     module = program("sequential").module()
     assert isinstance(module, fx.GraphModule)

@@ -243,7 +243,6 @@ def test_stale_states_are_refused() -> None:
     assert tuple(stream.shape) == SHAPE
 
 
-@pytest.mark.xfail(reason="moving a state, as an anchor does, forgets that it is stale")
 def test_stale_states_are_refused_when_moved() -> None:
     stream = pushed(begun(), 2)
     stream.stale = "by a test"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -86,7 +87,9 @@ def from_graph(module: fx.GraphModule, inputs: Inputs) -> Captured:
     values: list[Any] = list(inputs.args)
     for node in placeholders[len(values) :]:
         default = node.args[0] if node.args else None
-        values.append(inputs.kwargs.get(str(node.target), default))
+        # fx numbers the placeholders of arguments that were fixed in the trace.
+        name = str(node.target)
+        values.append(inputs.kwargs.get(name, inputs.kwargs.get(re.sub(r"_\d+$", "", name), default)))
     if any("val" not in node.meta for node in module.graph.nodes if node.op not in ("output", "get_attr")):
         with _quiet():
             FakeTensorProp(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*values)

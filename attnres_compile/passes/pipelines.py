@@ -20,8 +20,9 @@ def live(*, outermost: bool) -> tuple[Pass, ...]:
 
 
 GRAPH: tuple[Pass, ...] = (
-    # The graph will run: an autocast region stays, and is a reader like any other operation.
-    InlineRegions(autocast=False),
+    # The graph will run: an autocast region stays, and is a reader like any other operation; so does one without
+    # gradient that no stream passes through, whose parameters would be trained otherwise.
+    InlineRegions(autocast=False, frozen=False),
     DetectChains(),
     PlanBlocks(),
 )

@@ -128,7 +128,9 @@ class _Rewriter:
         args, kwargs = map_streams((args, kwargs), lambda s: self._at_boundary(node, s))
         if name in METADATA:
             return self._copy(node, *map_streams((args, kwargs), lambda s: s.blocks[0]))
-        if node.op == "call_module" or not any(map(is_stream, pytree.tree_leaves((args, kwargs), is_leaf=is_stream))):
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_stream)
+        nested = node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator)
+        if nested or not any(map(is_stream, leaves)):
             return self._copy(node, *map_streams((args, kwargs), Stream.read))
         target = _method(str(node.target)) if node.op == "call_method" else node.target
         try:

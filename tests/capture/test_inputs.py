@@ -131,7 +131,6 @@ def test_unknown_main_input() -> None:
         normalise(Made("input_values"), None)
 
 
-@pytest.mark.xfail(reason="images and sounds are drawn from the global generator")
 def test_made_inputs_are_the_same_each_time() -> None:
     model = CASES["vit"].build(layers=1)
     generator = torch.get_rng_state()

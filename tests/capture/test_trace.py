@@ -73,7 +73,6 @@ def test_symbolic_trace_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nodes["layers_0_f_linear"].op == "call_module"
 
 
-@pytest.mark.xfail(reason="a flag that was fixed in the trace is given as None, which the graph asserts it is not")
 def test_symbolic_trace_takes_keywords_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     class Keywords(Net):
         def forward(self, x: Tensor, mask: Tensor | None = None, double: bool = False) -> Tensor:

@@ -57,10 +57,9 @@ def attnres_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def without_dropout(model: nn.Module) -> nn.Module:
     """In training mode, but without random numbers."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+        for attribute in ("p", "attention_dropout"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
     return model.train()
 
 

@@ -23,7 +23,9 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = {kind: list(getattr(module, kind)) for kind in HOOKS}
-        plain = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)}
+        plain = {
+            key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
+        }
         found[f"module {name}"] = (id(module), type(module), hooks, plain, sorted(vars(module)))
         found[f"children {name}"] = [(key, id(child)) for key, child in module.named_children()]
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -148,7 +148,9 @@ def test_serialised_whole(name: str, how: str) -> None:
 def test_another_process_loads_it_without_importing_the_library(tmp_path: Path) -> None:
     model = transformed("nanogpt")
     torch.save((model, example("nanogpt")), tmp_path / "model.pt")
-    code = "import torch; model, i = torch.load('model.pt', weights_only=False); torch.save(model(**i).detach(), 'y.pt')"
+    code = (
+        "import torch; model, i = torch.load('model.pt', weights_only=False); torch.save(model(**i).detach(), 'y.pt')"
+    )
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r}); {code}"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

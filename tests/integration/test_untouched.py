@@ -40,7 +40,9 @@ def test_a_transform_leaves_the_original_alone(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert snapshot(original) == before
     assert model is not original
-    assert [module.training for module in original.modules()] == [m.training for m in model.modules()][: _size(original)]
+    assert [module.training for module in original.modules()] == [m.training for m in model.modules()][
+        : _size(original)
+    ]
     randomise(model)
     assert torch.equal(run(name, original), expected)
     assert relative_error(run(name, model), expected) > 1e-3

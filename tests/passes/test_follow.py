@@ -230,7 +230,6 @@ def test_exit_of_the_container(graph: Callable[..., fx.GraphModule]) -> None:
         pytest.param(
             lambda x, y: torch.feature_dropout(x, 0.5, False),
             True,
-            marks=pytest.mark.xfail(reason="only one kind of dropout is known to do nothing in eval"),
         ),
         (lambda x, y: x.float(), True),
         (lambda x, y: x.double(), False),

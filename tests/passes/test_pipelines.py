@@ -38,7 +38,7 @@ def test_orders() -> None:
             DetectChains(live=True, outermost=outermost),
             PlanBlocks(),
         )
-    assert (InlineRegions(autocast=False), DetectChains(live=False), PlanBlocks()) == GRAPH
+    assert (InlineRegions(autocast=False, frozen=False), DetectChains(live=False), PlanBlocks()) == GRAPH
 
 
 @pytest.mark.parametrize("pipeline", [GRAPH, live(outermost=True), live(outermost=False)])

@@ -43,7 +43,6 @@ def found(function: Callable[[Tensor, nn.Module], Tensor]) -> list[tuple[str, st
         lambda x, w: x / torch.tensor(2.0) + w(x),
         pytest.param(
             lambda x, w: 2 * x + w(x),
-            marks=pytest.mark.xfail(reason="a number as the first factor is not looked behind"),
         ),
     ],
 )

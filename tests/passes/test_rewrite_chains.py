@@ -134,12 +134,10 @@ ORACLES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], list[Sublayer]
 }
 
 
-METHODS = pytest.mark.xfail(reason="a method that a stream carries is called on a proxy as on a tensor")
-PROXIES = pytest.mark.xfail(reason="the shape of a factor that is a node is asked of its proxy")
 CASES: list[Any] = [(name, "export", True) for name in ORACLES]
 CASES += [(name, "symbolic", True) for name in ORACLES if name != "channels"]
 CASES += [(name, "export", False) for name in ("sequential", "x+a+m", "channels", "shared")]
-CASES += [pytest.param("channels", "symbolic", True, marks=METHODS)]
+CASES += [pytest.param("channels", "symbolic", True)]
 
 
 @pytest.mark.parametrize(("name", "front_end", "preserve"), CASES, ids=str)
@@ -159,10 +157,10 @@ def test_against_the_reference(name: str, front_end: str, preserve: bool) -> Non
         assert_close(result(module, inputs), model.norm(final), f"{option}")
 
 
-ZERO: list[Any] = [(models.TwoStreams, "export"), pytest.param(models.TwoStreams, "symbolic", marks=PROXIES)]
+ZERO: list[Any] = [(models.TwoStreams, "export"), pytest.param(models.TwoStreams, "symbolic")]
 ZERO += [(make, "export") for make, _ in ORACLES.values()]
 ZERO += [(make, "symbolic") for name, (make, _) in ORACLES.items() if name != "channels"]
-ZERO += [pytest.param(models.ChannelsFirst, "symbolic", marks=METHODS)]
+ZERO += [pytest.param(models.ChannelsFirst, "symbolic")]
 
 
 @pytest.mark.parametrize(("make", "front_end"), ZERO)
@@ -274,7 +272,7 @@ def test_marks_on_new_nodes(front_end: str, option: dict[str, int]) -> None:
         assert all(STAMP in node.meta for node in found.module.graph.nodes if "attnres_compile" in str(node.target))
 
 
-@pytest.mark.parametrize("front_end", ["export", pytest.param("symbolic", marks=METHODS)])
+@pytest.mark.parametrize("front_end", ["export", pytest.param("symbolic")])
 def test_values_in_meta_are_those_at_run_time(front_end: str) -> None:
     module, inputs = rewritten(ORACLES["channels"][0], front_end, block_size=1)
 
@@ -318,7 +316,6 @@ def test_second_run_changes_nothing(front_end: str) -> None:
     assert str(found.module.graph) == text
 
 
-@PROXIES
 def test_unplanned_chains_stay() -> None:
     found, _ = planned(models.TwoStreams, "export", chains=[1], block_size=1)
     run((RewriteChains(parameters),), found)
@@ -342,7 +339,6 @@ class Unbound(nn.Module):
         return x + self.linear(x.sin())
 
 
-@METHODS
 def test_use_of_the_old_value_after_an_in_place_add_is_refused() -> None:
     found, _ = planned(net(Unbound, Unbound), "symbolic", block_size=1)
     assert found.chains
