@@ -31,8 +31,11 @@ AUTOCAST = frozenset({"wrap_with_autocast"})
 
 @dataclass(frozen=True)
 class InlineRegions:
-    """Pass: see the module's text. ``autocast`` also inlines regions whose dtype the body does not say, ``frozen``
-    those without gradient that no stream passes through.
+    """Pass: see the module's text.
+
+    Attributes:
+        autocast: also inline regions whose dtype the body does not say.
+        frozen: also inline those without gradient that no stream passes through.
     """
 
     autocast: bool = False

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
