@@ -17,7 +17,7 @@ from attnres_compile.capture.inputs import Inputs, normalise
 from attnres_compile.capture.trace import Captured, capture
 from attnres_compile.chains import Refusal, ResidualChain
 from attnres_compile.config import AttnResConfig
-from attnres_compile.errors import InputError, RefusedError
+from attnres_compile.errors import InputError, OptionError, RefusedError
 from attnres_compile.passes import _nodes
 from attnres_compile.passes.base import Subject, run
 from attnres_compile.passes.pipelines import live
@@ -58,6 +58,8 @@ def transform(
         VerificationError: a check failed; the model is left as it was.
     """
     config = AttnResConfig(**options)
+    if verify not in ("full", "quick", "off"):
+        raise OptionError(f"verify is 'full', 'quick' or 'off', got {verify!r}")
     if isinstance(model, ExportedProgram):
         program: Any = _transform_program(model, config, verify)
         return program

@@ -7,17 +7,14 @@ parameters up on the root module when they run, so that copies of the model foll
 from __future__ import annotations
 
 import inspect
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from attnres_compile.chains import BlockPlan
-from attnres_compile.errors import RefusedError
 from attnres_compile.reads import ChainReads, DepthReads
-from attnres_compile.stream import Stream, is_stream, map_streams, replace_leaves, start
+from attnres_compile.stream import Stream, is_stream, map_streams, refuse_reentrant, replace_leaves, start
 
 ATTRIBUTE = "attnres"
 Key = int | str
@@ -53,6 +50,7 @@ class Attachment:
         anchors: per module path the positions at which the stream enters it, one per visit.
         readers: paths of the modules that only read: they receive the mix as a plain tensor.
         exits: paths of the modules that the stream does not leave.
+        later: the modules like the first one, and their positions: they start the stream when it was left out.
     """
 
     plan: BlockPlan
@@ -64,6 +62,7 @@ class Attachment:
     anchors: tuple[tuple[str, tuple[int, ...]], ...]
     readers: tuple[str, ...]
     exits: tuple[str, ...]
+    later: tuple[tuple[str, int], ...] = ()
 
 
 def attach(model: nn.Module, attachments: list[Attachment], *, key_norm: bool) -> None:
@@ -93,12 +92,13 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def _attach_start(model: nn.Module, attachment: Attachment) -> None:
-    module = model.get_submodule(attachment.module)
-    hook = _Start(attachment.plan.chain, model, attachment.place, attachment.plan, attachment.axis)
-    if attachment.output:
-        module.register_forward_hook(_StartOutput(hook))
-    else:
-        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    for path, position in ((attachment.module, 0), *attachment.later):
+        module = model.get_submodule(path)
+        hook = _Start(attachment.plan.chain, model, attachment.place, attachment.plan, attachment.axis, position)
+        if attachment.output:
+            module.register_forward_hook(_StartOutput(hook))
+        else:
+            module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 @dataclass(eq=False)
@@ -112,8 +112,11 @@ class _Start(_Hook):
     place: Place
     plan: BlockPlan
     axis: int
+    position: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.position and _latest((args, kwargs), self.chain) is not None:
+            return None
         place, source = self.place, None
         if place.parameter is not None and place.parameter in kwargs:
             source = at_path(kwargs[place.parameter], place.path)
@@ -132,8 +135,8 @@ class _Start(_Hook):
         reads: Any = self.root.get_submodule(ATTRIBUTE)[self.chain]  # type: ignore[index]
         if value.ndim < 2 or value.shape[self.axis] != reads.query.shape[-1]:
             return value
-        _refuse_reentrant(value)
-        return start(value, self.axis, self.plan, reads)
+        refuse_reentrant(self.root.training or value.requires_grad)
+        return start(value, self.axis, self.plan, reads).at(self.position)
 
 
 @dataclass(eq=False)
@@ -158,7 +161,7 @@ class _Anchor(_Hook):
         latest = _latest((args, kwargs), self.chain)
         if latest is None:
             return None
-        _refuse_reentrant(latest)
+        refuse_reentrant(module.training or any(source.requires_grad for source in latest.sources))
         position = next((p for p in self.positions if p >= latest.position), self.positions[-1])
         if position == latest.position:
             return None
@@ -248,18 +251,3 @@ def argument_places(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         index = names.index(name) if name in names else None
         found += [(Place(name, index, path), tensor) for path, tensor in places(arg)]
     return found
-
-
-def _refuse_reentrant(value: Any) -> None:
-    """Reentrant checkpointing runs layers without recording them, which loses the gradients of a stream."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not value.requires_grad:
-        return
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
-            raise RefusedError(
-                "reentrant checkpointing loses the gradients of the residual stream; use "
-                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` (Hugging Face: "
-                "`gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})`)"
-            )
-        frame = frame.f_back

@@ -65,6 +65,12 @@ def _attachment(model: nn.Module, chain: ResidualChain, place: Place) -> Attachm
     for path, positions in chain.anchors.items():
         visits.setdefault(model.get_submodule(path), (path, []))[1].extend(positions)
     pushing = set(visits)
+    first = model.get_submodule(chain.start.module)
+    later = [
+        (path, min(positions))
+        for module, (path, positions) in visits.items()
+        if type(module) is type(first) and module is not first and chain.start.side == "argument"
+    ]
     parts = chain.container.split(".") if chain.container else []
     return Attachment(
         plan=chain.plan,
@@ -76,6 +82,7 @@ def _attachment(model: nn.Module, chain: ResidualChain, place: Place) -> Attachm
         anchors=tuple((path, tuple(sorted(positions))) for path, positions in visits.values()),
         readers=tuple(path for path in readers if model.get_submodule(path) not in pushing),
         exits=tuple(".".join(parts[:i]) for i in range(len(parts), -1, -1)),
+        later=tuple(later),
     )
 
 

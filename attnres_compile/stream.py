@@ -6,6 +6,7 @@ The same arithmetic serves live tensors and, with ``torch.fx.Proxy`` sources, th
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -114,6 +115,7 @@ class Stream:
 
     def push(self, branch: Value) -> Stream:
         """The state after adding ``branch``, a tensor that broadcasts to the stream's shape, or a number."""
+        refuse_reentrant(getattr(self.reads, "training", False))
         position, partial, blocks = self.position + 1, self.partial, self.current().blocks
         ours = self.dtype
         common = ours if isinstance(branch, NUMBERS) else torch.result_type(example(blocks[0]), example(branch))
@@ -253,6 +255,11 @@ class TensorStream(Stream, torch.Tensor):  # type: ignore[misc, override]
         """Make the empty tensor; the fields are set by ``Stream``."""
         return torch.Tensor._make_subclass(cls, torch.empty(0))
 
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """False: FSDP passes every tensor that requires grad through autograd, and walks the fields of the others."""
+        return False
+
 
 def start(value: Value, axis: int, plan: BlockPlan, reads: ReadParameters) -> Stream:
     """The stream at its source: ``value`` is ``b_0``."""
@@ -263,6 +270,25 @@ def start(value: Value, axis: int, plan: BlockPlan, reads: ReadParameters) -> St
 def is_stream(value: object) -> bool:
     """Whether a value is a stream."""
     return isinstance(value, Stream)
+
+
+def refuse_reentrant(training: bool) -> None:
+    """Reentrant checkpointing runs layers without recording them, which loses the gradients of a stream.
+
+    Raises:
+        RefusedError: it is on the call stack.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not training:
+        return
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            raise RefusedError(
+                "reentrant checkpointing loses the gradients of the residual stream; use "
+                "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` (Hugging Face: "
+                "`gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})`)"
+            )
+        frame = frame.f_back
 
 
 def map_streams(value: Any, function: Callable[[Stream], Any]) -> Any:

@@ -83,19 +83,15 @@ def fsdp(name: str, checkpointed: bool, rank: int) -> Found:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    same = state.keys() == before.keys() and all(torch.equal(state[key], before[key]) for key in state)
+    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    # the whole state comes together on the first process
+    same = state.keys() == before.keys() and all(state[key].equal(before[key]) for key in before)
     return {"sharded": sharded, "state": same or rank > 0, **step(name, model, rank)}
 
 
-SCENARIOS: dict[str, Callable[[int], Found]] = {
-    f"{how.__name__} {name}{' checkpointed' * checkpointed}": lambda rank, a=(how, name, checkpointed): a[0](
-        a[1], a[2], rank
-    )
-    for how in (ddp, fsdp)
-    for name in ("nanogpt", "llama")
-    for checkpointed in (False, True)
-}
+SCENARIOS: list[tuple[Callable[[str, bool, int], Found], str, bool]] = [
+    (how, name, checkpointed) for how in (ddp, fsdp) for name in ("nanogpt", "llama") for checkpointed in (False, True)
+]
 
 
 def work(rank: int, folder: str) -> None:
@@ -105,9 +101,10 @@ def work(rank: int, folder: str) -> None:
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES, timeout=timeout)
     found: dict[str, Found | str] = {}
-    for label, scenario in SCENARIOS.items():
+    for how, name, checkpointed in SCENARIOS:
+        label = f"{how.__name__} {name}{' checkpointed' * checkpointed}"
         try:
-            found[label] = scenario(rank)
+            found[label] = how(name, checkpointed, rank)
         except Exception:
             found[label] = traceback.format_exc()
     if rank == 0:

@@ -1,42 +1,40 @@
 """Data parallel and fully sharded training on two processes equals training on one."""
 
 from functools import cache
-from typing import Any
+from pathlib import Path
 
-import pytest
 import torch
 from torch import multiprocessing
 
 from tests.integration.distributed_worker import PROCESSES, SCENARIOS, Found, made, step, work
-from tests.integration.models import assert_same_gradients, attnres_parameters
+from tests.integration.models import KEY_NORM, QUERY, assert_same_gradients
 from tests.tolerances import assert_close
-
-# one worker of a parallel test run starts the processes, once
-pytestmark = pytest.mark.xdist_group("distributed")
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("distributed")
-    multiprocessing.spawn(work, args=(str(folder),), nprocs=PROCESSES)  # type: ignore[attr-defined, no-untyped-call]
-    return torch.load(folder / "found.pt")
 
 
 @cache
 def alone(name: str) -> Found:
-    torch.set_num_threads(1)
     return step(name, made(name, False), None)
 
 
-@pytest.mark.parametrize("label", SCENARIOS)
-def test_two_processes_equal_one(found: Any, label: str) -> None:
-    actual, name = found[label], label.split()[1]
+def compare(actual: Found | str, expected: Found) -> None:
     assert not isinstance(actual, str), actual
-    expected = alone(name)
     for number in range(2):
         assert_close(actual[f"outputs {number}"], expected[f"outputs {number}"], f"outputs of step {number}")
         assert_same_gradients(actual[f"gradients {number}"], expected[f"gradients {number}"])
-        assert attnres_parameters(made(name, False)).keys() <= actual[f"gradients {number}"].keys()
+        assert actual[f"gradients {number}"].keys() >= {QUERY, KEY_NORM}
     assert (actual["outputs 1"] - actual["outputs 0"]).abs().max() > 1e-3
-    if label.startswith("fsdp"):
-        assert actual["sharded"] and actual["state"]
+    assert actual.get("sharded", True) and actual.get("state", True)
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """One test, for the processes take long to start."""
+    multiprocessing.spawn(work, args=(str(tmp_path),), nprocs=PROCESSES)  # type: ignore[attr-defined]
+    found: dict[str, Found | str] = torch.load(tmp_path / "found.pt")
+    assert len(found) == len(SCENARIOS)
+    failures = []
+    for label, actual in found.items():
+        try:
+            compare(actual, alone(label.split()[1]))
+        except AssertionError as error:
+            failures.append(f"{label}: {error}")
+    assert not failures, "\n".join(failures)

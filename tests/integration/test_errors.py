@@ -137,7 +137,6 @@ def test_verify_wants_a_transformed_model() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
     "post-norm": (CASES["bert"].build, CASES["bert"].inputs(2, 7), ["no residual chain", "LayerNorm"]),
-    "post-norm coder": (CASES["bart"].build, CASES["bart"].inputs(2, 7), ["no residual chain"]),
     "activation after the add": (CASES["resnet"].build, CASES["resnet"].inputs(2, 7), ["no residual chain", "relu"]),
     "no adds": (Plain, X, ["no residual chain", "Plain"]),
     "one bottleneck": (lambda: own_models.Bottleneck(8).eval(), noise(2, 8, 6, 6), ["no residual chain"]),
@@ -151,14 +150,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "in place"])
-def test_refused(name: str, inplace: bool) -> None:
+def test_refused(name: str) -> None:
+    """In place, where an attempt could leave something behind."""
     build, inputs, words = REFUSED[name]
     model = build()
     options: dict[str, Any] = {"chains": [7]} if name == "not selected" else {}
     before = snapshot(model)
     with pytest.raises(ac.RefusedError) as caught:
-        ac.transform(model, inputs, inplace=inplace, num_blocks=2, **options)
+        ac.transform(model, inputs, inplace=True, num_blocks=2, **options)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert snapshot(model) == before
     assert not hasattr(model, "attnres") and not hasattr(model, "attnres_report")
@@ -199,9 +198,9 @@ def test_inspect_refuses_nothing() -> None:
 # One of two chains
 
 
-@pytest.mark.parametrize("chains", [[1], {1}, (1,), lambda index: index > 0], ids=["list", "set", "tuple", "callable"])
+@pytest.mark.parametrize("chains", [[1], lambda index: index > 0], ids=["indices", "callable"])
 def test_one_chain_of_two(chains: Any) -> None:
-    original = CASES["t5"].build(layers=2)
+    original: Any = CASES["t5"].build(layers=2)
     model: Any = ac.transform(original, example("t5"), num_blocks=2, chains=chains, verify="quick")
     assert set(model.state_dict()) - set(original.state_dict()) == {QUERY, "attnres.0.key_norm"}
     assert model.get_parameter(QUERY).shape == (6, WIDTH)
@@ -211,19 +210,19 @@ def test_one_chain_of_two(chains: Any) -> None:
     assert relative_error(run("t5", model), run("t5", original)) > 1e-3
     actual, expected = (each.encoder(example("t5")["input_ids"]).last_hidden_state for each in (model, original))
     assert torch.equal(actual, expected)
-    for mine, theirs in zip(model.encoder.modules(), original.get_submodule("encoder").modules(), strict=True):
+    for mine, theirs in zip(model.encoder.modules(), original.encoder.modules(), strict=True):
         assert len(mine._forward_pre_hooks) == len(theirs._forward_pre_hooks)
         assert len(mine._forward_hooks) == len(theirs._forward_hooks)
 
 
 def test_the_other_chain_of_two() -> None:
-    original = CASES["whisper"].build(layers=2)
+    original: Any = CASES["whisper"].build(layers=2)
     model: Any = ac.transform(original, example("whisper"), num_blocks=2, chains=lambda index: index == 0, verify="off")
     assert model.get_parameter(QUERY).shape == (4, WIDTH)
     randomise(model)
     features, tokens = example("whisper")["input_features"], example("whisper")["decoder_input_ids"]
     encoded = model.model.encoder(features).last_hidden_state
-    assert relative_error(encoded, original.get_submodule("model.encoder")(features).last_hidden_state) > 1e-3
+    assert relative_error(encoded, original.model.encoder(features).last_hidden_state) > 1e-3
     expected = original(decoder_input_ids=tokens, encoder_outputs=(encoded,)).logits
     assert_close(run("whisper", model), expected)
 

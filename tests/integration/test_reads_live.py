@@ -19,7 +19,7 @@ from tests.zoo import CASES, noise, seeded
 X = noise(2, 7, 5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "nanogpt", "qwen3", "vit"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "nanogpt"])
 def test_one_read_per_norm_module(name: str) -> None:
     """Six norms read more than one source; the first reads the source itself, without an operator."""
     model = transformed(name)
@@ -64,7 +64,7 @@ class Skipping(Net):
 
 
 def skipping(blocks: int = 4) -> Any:
-    model = ac.transform(seeded(Skipping), X, num_blocks=blocks)
+    model = ac.transform(seeded(Skipping), X, num_blocks=blocks, verify="off")
     randomise(model)
     return model
 
@@ -122,9 +122,10 @@ def test_early_exit(stop: int) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 8])
 def test_skipping_at_zero_queries_is_exact(blocks: int) -> None:
-    original = seeded(Skipping).train()
-    model = ac.transform(original, X, num_blocks=blocks)
-    for skipped, stop in (({1}, None), ({0, 2}, None), ({0, 1, 2, 3}, None), (set(), 2), ({0}, 3)):
+    original: Any = seeded(Skipping).train()
+    model = ac.transform(original, X, num_blocks=blocks, verify="quick")
+    cases: list[tuple[set[int], int | None]] = [({1}, None), ({0, 2}, None), ({0, 1, 2, 3}, None), (set(), 2), ({0}, 3)]
+    for skipped, stop in cases:
         for each in (original, model):
             each.skipped, each.stop = frozenset(skipped), stop
         assert_close(model(X), original(X), str((skipped, stop)))

@@ -125,7 +125,7 @@ def test_a_copy_of_a_copy_does_not_keep_the_first() -> None:
     assert not modules & {id(module) for module in model.modules()}
 
 
-@pytest.mark.parametrize("name", [*NAMES, "t5"])
+@pytest.mark.parametrize("name", ["llama", "nanogpt", "t5"])
 @pytest.mark.parametrize("how", ["pickle", "torch"])
 def test_serialised_whole(name: str, how: str) -> None:
     model = transformed(name)
@@ -189,7 +189,7 @@ def initialise_each(model: Any) -> None:
     model.apply(model._init_weights)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit", "whisper"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 @pytest.mark.parametrize("initialise", [initialise_weights, initialise_anew, initialise_each])
 def test_queries_stay_zero_whatever_initialises(name: str, initialise: Any) -> None:
     model = pair(name)[1]

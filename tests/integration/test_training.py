@@ -74,9 +74,7 @@ def test_gradients_are_the_originals_at_zero_queries(name: str) -> None:
     original, model = pair(name)
     expected, actual = gradients(name, original.train()), gradients(name, model.train())
     new = {key: actual.pop(key) for key in list(actual) if key not in expected}
-    assert new.keys() == {key for key in attnres_parameters(model) if key.endswith("query")} | {
-        key for key in attnres_parameters(model) if key.endswith("key_norm")
-    }
+    assert new.keys() == attnres_parameters(model).keys()
     assert all(value.any(dim=-1).all() for key, value in new.items() if key.endswith("query"))
     assert_same_gradients(actual, expected)
 
@@ -84,20 +82,20 @@ def test_gradients_are_the_originals_at_zero_queries(name: str) -> None:
 # Checkpointing
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit", "whisper"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
     model = transformed(name).train()
     expected = gradients(name, model)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=NOT_REENTRANT)
     assert model.is_activation_checkpointing
     assert_same_gradients(gradients(name, model), expected)
-    assert {key for key in attnres_parameters(model)} <= expected.keys()
+    assert attnres_parameters(model).keys() <= expected.keys()
     assert all(expected[key].any(dim=-1).all() for key in attnres_parameters(model))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_gradient_checkpointing_before_the_transform(name: str) -> None:
-    original = CASES[name].build(layers=2).train()
+    original: Any = CASES[name].build(layers=2).train()
     original.activation_checkpointing_enable(activation_checkpointing_kwargs=NOT_REENTRANT)
     model: Any = ac.transform(original, example(name), num_blocks=2)
     randomise(model)

@@ -14,7 +14,7 @@ from tests.programs import PROGRAMS
 from tests.tolerances import assert_close, relative_error
 from tests.zoo import CASES, noise
 
-NAMES = ("llama", "gpt2", "nanogpt", "t5", "torch_encoder", "vit")
+NAMES = ("llama", "gpt2", "nanogpt", "torch_encoder")
 X = noise(2, 7, 5)
 
 
@@ -141,8 +141,8 @@ class Counting(nn.Module):
 def test_no_call_is_seen_in_the_models_state(inplace: bool) -> None:
     original = Counting().train()
     before = snapshot(original)
-    model = ac.transform(original, X, num_blocks=2, inplace=inplace, verify="quick")
-    assert model.count == 0 and int(model.get_buffer("calls")) == 0 and model.last is None
+    model: Any = ac.transform(original, X, num_blocks=2, inplace=inplace, verify="quick")
+    assert (model.count, int(model.get_buffer("calls")), model.last) == (0, 0, None)
     assert torch.equal(model.norm.get_buffer("running_mean"), torch.zeros(5))
     if not inplace:
         assert snapshot(original) == before
