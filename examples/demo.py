@@ -108,8 +108,8 @@ def main() -> None:
 
     new = f"{model.attnres_report.parameters:,}"
     console.print(
-        f"\n[bold green]Everything agrees[/] after {time.perf_counter() - began:.0f} s. Next: train the {new} parameters "
-        f"in [bold]model.attnres[/], which start as the identity, or save the model with\n"
+        f"\n[bold green]Everything agrees[/] after {time.perf_counter() - began:.0f} s. Next: train the {new} "
+        f"parameters in [bold]model.attnres[/], which start as the identity, or save the model with\n"
         f"  attnres transform hf:{gguf} --output smollm2-attnres",
         soft_wrap=True,
     )
