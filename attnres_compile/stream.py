@@ -117,15 +117,18 @@ class Stream:
         """The state after adding ``branch``, a tensor that broadcasts to the stream's shape, or a number."""
         refuse_reentrant(getattr(self.reads, "training", False))
         position, partial, blocks = self.position + 1, self.partial, self.current().blocks
-        ours = self.dtype
-        common = ours if isinstance(branch, NUMBERS) else torch.result_type(example(blocks[0]), example(branch))
+        ours = theirs = common = self.dtype
+        if not isinstance(branch, NUMBERS):
+            theirs = example(branch).dtype
+            # A tensor of no axes is a number to PyTorch's type promotion.
+            promotes = theirs != ours and example(branch).ndim > 0
+            common = torch.promote_types(ours, theirs) if promotes else ours
         if partial is not None:
             partial = aten.add.Tensor(partial, branch)
         elif isinstance(branch, NUMBERS):
             partial = aten.full_like.default(blocks[0], branch)
         else:
             partial = branch if _same_shape(branch, blocks[0]) else aten.expand_as.default(branch, blocks[0])
-        theirs = example(branch).dtype if not isinstance(branch, NUMBERS) else ours
         if example(partial).dtype != common:
             partial = aten.to.dtype(partial, common)
         if ours != common:
