@@ -285,7 +285,9 @@ def refuse_reentrant(training: bool) -> None:
         return
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+        code = frame.f_code
+        is_function = code.co_name == "forward" and code.co_varnames[:1] == ("ctx",)
+        if is_function and code.co_filename.endswith("torch/utils/checkpoint.py"):
             raise RefusedError(
                 "reentrant checkpointing loses the gradients of the residual stream; use "
                 "`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` (Hugging Face: "
@@ -301,7 +303,7 @@ def map_streams(value: Any, function: Callable[[Stream], Any]) -> Any:
 
 def replace_leaves(value: Any, wanted: Callable[[Any], bool], function: Callable[[Any], Any]) -> Any:
     """``value`` with the wanted leaves of its tuples, lists and dicts replaced; others come back as they are."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         if not _holds(value, wanted):
             return value
         items = [replace_leaves(item, wanted, function) for item in value]
@@ -318,7 +320,7 @@ def replace_leaves(value: Any, wanted: Callable[[Any], bool], function: Callable
 
 def _holds(values: Iterable[Any], wanted: Callable[[Any], bool]) -> bool:
     for value in values:
-        if isinstance(value, list | tuple):
+        if isinstance(value, (list, tuple)):
             if _holds(value, wanted):
                 return True
         elif isinstance(value, dict):

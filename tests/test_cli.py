@@ -33,6 +33,12 @@ class Result(NamedTuple):
 Run = Callable[..., Result]
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are cut to the terminal's width."""
+    monkeypatch.setenv("COLUMNS", "240")
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """The command line in this process: exit code, stdout, stderr."""

@@ -32,6 +32,7 @@ def reads(graph: fx.Graph) -> int:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_one_graph_for_every_shape(name: str) -> None:
     """Outputs, gradients, and new queries: the parameters are inputs of the graph, not constants in it."""
     torch._dynamo.reset()
