@@ -51,6 +51,10 @@ demo: setup model
 	$(BIN)/python examples/demo.py
 
 test: setup
+	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS)
+
+
+test-all: setup
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 check: setup

@@ -16,8 +16,13 @@ TRANSFORMED = [case for case in CASES.values() if not case.refused]
 REFUSED = [case for case in CASES.values() if case.refused]
 
 
+# One of each kind of stream; the others take a quarter of an hour and run with `make test-all`.
+ALWAYS = {"llama", "nanogpt", "opt", "mamba2", "modernbert", "torch_encoder", "t5"}
+
+
 def named(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+    marked = [pytest.param(c, marks=[] if c.name in ALWAYS or c.refused else pytest.mark.slow) for c in cases]
+    return pytest.mark.parametrize("case", marked, ids=[case.name for case in cases])
 
 
 @pytest.fixture(autouse=True)
