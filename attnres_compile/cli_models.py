@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -334,7 +335,7 @@ def _from_gguf(name: str, file: Path, dtype: torch.dtype | None) -> Loaded:
     # Where transformers can keep weights packed, these would be no parameters.
     config = getattr(transformers, "GgufConfig", None)
     unpacked = {"quantization_config": config(dequantize=True)} if config else {}
-    with _as_input_error(f"{file} cannot be loaded"):
+    with _as_input_error(f"{file} cannot be loaded"), _no_bar("transformers.modeling_gguf_pytorch_utils"):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -344,6 +345,18 @@ def _from_gguf(name: str, file: Path, dtype: torch.dtype | None) -> Loaded:
             **unpacked,
         )
     return Loaded(name, model.eval(), None, file.parent, file.name)
+
+
+@contextmanager
+def _no_bar(name: str) -> Iterator[None]:
+    """Silence the progress bar of a module that transformers' own setting does not reach."""
+    module: Any = importlib.import_module(name)
+    bar = getattr(module, "tqdm", None)
+    module.tqdm = bar and partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        module.tqdm = bar
 
 
 def _save_tokenizer(loaded: Loaded, folder: Path) -> None:
@@ -369,7 +382,6 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 def _transformers() -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
