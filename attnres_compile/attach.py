@@ -10,6 +10,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnres_compile.chains import BlockPlan
@@ -136,7 +137,8 @@ class _Start(_Hook):
         if value.ndim < 2 or value.shape[self.axis] != reads.query.shape[-1]:
             return value
         refuse_reentrant(self.root.training or value.requires_grad)
-        return start(value, self.axis, self.plan, reads).at(self.position)
+        traced = not torch.compiler.is_compiling() and any(map(_may_be_compiled, self.root.modules()))
+        return start(value, self.axis, self.plan, reads, traced=traced).at(self.position)
 
 
 @dataclass(eq=False)
@@ -187,12 +189,19 @@ class _Exit(_Hook):
     """Lets no stream out of the module that holds the chain: the final state is read, others are running sums."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return map_streams(output, self.leave)
+        left = map_streams(output, self.leave)
+        # An unchanged output is not handed back: Dynamo would compile a graph for it.
+        return None if left is output else left
 
     def leave(self, stream: Stream) -> Any:
         if stream.plan.chain != self.chain:
             return stream
         return stream.read() if stream.position == stream.plan.last else stream.total()
+
+
+def _may_be_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled by itself: Dynamo would wrap a tensor subclass around its empty tensor."""
+    return module._compiled_call_impl is not None or "forward" in vars(module)
 
 
 def _latest(value: Any, chain: int) -> Stream | None:

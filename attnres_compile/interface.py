@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 from attnres_compile.arithmetic import (
     CASTS,
@@ -25,7 +26,17 @@ from attnres_compile.arithmetic import (
     scaling_factor,
 )
 from attnres_compile.errors import RefusedError
-from attnres_compile.stream import NUMBERS, Stream, TensorStream, Value, example, is_stream, map_streams
+from attnres_compile.stream import (
+    NUMBERS,
+    Stream,
+    TensorStream,
+    Value,
+    example,
+    flatten,
+    is_stream,
+    map_streams,
+    unflatten,
+)
 
 aten = torch.ops.aten
 
@@ -170,7 +181,30 @@ def _torch_function(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
+    if target is checkpoint or isinstance(target, torch._ops.HigherOrderOperator):
+        return _carried_through(target, tuple(args), dict(kwargs or {}))
     return dispatch(target, operation_name(target), tuple(args), dict(kwargs or {}))
+
+
+def _carried_through(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator that calls a function, which is its first argument: streams go in as their tensors."""
+    function, *rest = args
+    flat: list[Any] = []
+    rebuilds: list[tuple[int, Any]] = []
+    for value in rest:
+        values, context = flatten(value) if is_stream(value) else ([value], None)
+        rebuilds.append((len(values), context))
+        flat.extend(values)
+
+    def rebuilt(*given: Any, **named: Any) -> Any:
+        values, start = [], 0
+        for count, context in rebuilds:
+            part = given[start : start + count]
+            values.append(part[0] if context is None else unflatten(part, context))
+            start += count
+        return function(*values, **named)
+
+    return target(rebuilt, *flat, **kwargs)
 
 
 def _method(name: str) -> Callable[..., Any]:

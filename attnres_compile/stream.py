@@ -264,9 +264,9 @@ class TensorStream(Stream, torch.Tensor):  # type: ignore[misc, override]
         return False
 
 
-def start(value: Value, axis: int, plan: BlockPlan, reads: ReadParameters) -> Stream:
-    """The stream at its source: ``value`` is ``b_0``."""
-    kind = Stream if torch.compiler.is_compiling() else TensorStream
+def start(value: Value, axis: int, plan: BlockPlan, reads: ReadParameters, *, traced: bool = False) -> Stream:
+    """The stream at its source: ``value`` is ``b_0``; ``traced`` says that a tracer will see it."""
+    kind = Stream if traced or torch.compiler.is_compiling() else TensorStream
     return kind((value,), None, None, 0, axis, plan, reads)
 
 
@@ -362,14 +362,16 @@ def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(m is n or m == n for m, n in zip(a, b, strict=True))
 
 
-def _flatten(stream: Stream) -> tuple[list[Any], Any]:
+def flatten(stream: Stream) -> tuple[list[Any], Any]:
+    """A stream's tensors, and what else it takes to make it again."""
     static = (type(stream), len(stream.blocks), stream.position, stream.axis, stream.plan, stream.reads)
     rows = None if stream.phase is None else (stream.phase.first, len(stream.phase.o))
     phase = [] if stream.phase is None else [*stream.phase.o, *stream.phase.m, *stream.phase.l]
     return [*stream.blocks, stream.partial, *phase], (static, rows)
 
 
-def _unflatten(values: Iterable[Any], context: Any) -> Stream:
+def unflatten(values: Iterable[Any], context: Any) -> Stream:
+    """The stream that ``flatten`` took apart, with these tensors."""
     (kind, count, position, axis, plan, reads), rows = context
     blocks, partial, statistics = _split(list(values), count)
     phase = None
@@ -386,4 +388,4 @@ def _split(values: list[Any], count: int) -> tuple[tuple[Any, ...], Any, list[An
 
 
 for _kind in (Stream, TensorStream):
-    pytree.register_pytree_node(_kind, _flatten, _unflatten, serialized_type_name=f"attnres_compile.{_kind.__name__}")
+    pytree.register_pytree_node(_kind, flatten, unflatten, serialized_type_name=f"attnres_compile.{_kind.__name__}")

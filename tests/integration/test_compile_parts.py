@@ -39,11 +39,6 @@ from tests.zoo import CASES, noise, seeded
 # Dynamo asks each tensor that enters a compiled frame for its gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
-pytestmark = pytest.mark.xfail(
-    strict=False,
-    reason="known: checkpointing under torch.compile and modules compiled one by one lose the stream",
-)
-
 SHAPES = ((2, 7), (3, 11))
 
 
