@@ -282,8 +282,15 @@ def test_description() -> None:
     assert repr(stream) == f"TensorStream(position=3, blocks=2, shape={SHAPE})"
     assert len(stream) == 2
     assert (stream.ndim, stream.dtype, stream.device) == (3, torch.float64, torch.device("cpu"))
-    assert not stream.requires_grad
-    assert stream.push(random().requires_grad_()).requires_grad
+
+
+def test_requires_grad_of_a_source() -> None:
+    stream, branch = begun((2, 2)), random().requires_grad_()
+    plain = Stream((random(),), None, None, 0, -1, stream.plan, stream.reads)
+    assert not plain.requires_grad
+    assert plain.push(branch).requires_grad
+    # FSDP would pass it through autograd.
+    assert not stream.push(branch).requires_grad
 
 
 def test_observer() -> None:

@@ -193,8 +193,6 @@ def _capture(
 def _translate(
     program: ExportedProgram, axes: dict[Any, str], outputs: list[str], opset: int
 ) -> torch.onnx.ONNXProgram:
-    from onnxscript import optimizer
-
     from attnres_compile.exporters.onnx_translation import translation_table
 
     table = translation_table(opset)
@@ -216,11 +214,33 @@ def _translate(
     assert translated is not None
     if translated.model.opset_imports[""] != opset:
         raise ExportError(f"torch.onnx cannot convert this model to opset {opset}; 23 needs no conversion")
-    # torch's own optimisation adds fusions, of which that of rotary embeddings (onnxscript 0.7) loses the broadcast of
-    # cos and sin over the batch.
-    optimizer.optimize(translated.model)
+    _simplify(translated.model)
     translated.rename_axes(axes)
     return translated
+
+
+def _simplify(model: ir.Model) -> None:
+    """Fold constants and drop what is unused, without fusions and rewrite rules.
+
+    Of torch's own fusions, that of rotary embeddings (onnxscript 0.7) loses the broadcast of cos and sin over the
+    batch; the default rules of onnxscript take time quadratic in the number of nodes.
+    """
+    import onnx_ir.passes.common as common
+    from onnx_ir.passes import Sequential
+    from onnxscript import optimizer
+
+    optimizer.inline(model)
+    optimizer.fold_constants(model, onnx_shape_inference=True)
+    Sequential(
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedFunctionsPass(),
+        common.RemoveUnusedOpsetsPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+    )(model)
 
 
 def _tensors(value: Any) -> tuple[Any, ...]:
