@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -216,6 +216,14 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
+def _rows(self: Stream) -> Iterator[Any]:
+    """Row by row: asking an iterator for its first row, as libraries do, must not fix the number of rows in a trace."""
+    value, row = self.read(), 0
+    while row < value.shape[0]:
+        yield value[row]
+        row += 1
+
+
 def _attribute(name: str) -> property:
     if name in METADATA_ATTRIBUTES:
         return property(lambda self: getattr(self.blocks[0], name))
@@ -228,6 +236,7 @@ for _name in (set(dir(torch.Tensor)) - KEPT) | {"__eq__", "__ne__", "__lt__", "_
     _member = _method(_name) if callable(getattr(torch.Tensor, _name, None)) else _attribute(_name)
     setattr(Stream, _name, _member)
 Stream.__hash__ = object.__hash__  # type: ignore[method-assign]
+Stream.__iter__ = _rows  # type: ignore[attr-defined]
 for _kind in (Stream, TensorStream):
     # On both: torch.Tensor has one of its own, which a subclass would inherit before Stream's is set.
     setattr(_kind, "__torch_function__", classmethod(_torch_function))  # noqa: B010 - a method, to the type checker

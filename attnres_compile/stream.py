@@ -311,7 +311,8 @@ def replace_leaves(value: Any, wanted: Callable[[Any], bool], function: Callable
     if isinstance(value, dict):
         if not _holds(value.values(), wanted):
             return value
-        result = copy.copy(value)
+        # Dynamo traces no copy.copy; a dict of another class keeps that class.
+        result = dict(value) if type(value) is dict else copy.copy(value)
         for key in value:
             result[key] = replace_leaves(value[key], wanted, function)
         return result

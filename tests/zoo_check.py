@@ -75,10 +75,11 @@ def measure(case: Case, dtype: torch.dtype) -> Measured:
 
 
 def run(model: nn.Module, inputs: Inputs, training: bool) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """Seeded outputs, and the gradients of every parameter that is not the transformation's own."""
+    """Seeded outputs, and the gradients of every trainable parameter that is not the transformation's own."""
     if not isinstance(model, fx.GraphModule):
         model.train(training)
-    names = [n for n, p in model.named_parameters() if p.is_floating_point() and not n.startswith(f"{ATTRIBUTE}.")]
+    trainable = [n for n, p in model.named_parameters() if p.is_floating_point() and p.requires_grad]
+    names = [n for n in trainable if not n.startswith(f"{ATTRIBUTE}.")]
     return gradients(model, inputs, names)
 
 
