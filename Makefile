@@ -12,11 +12,12 @@ MODEL := $(VENV)/.stamp-model
 pinned = $(shell grep -m 1 '^$(1)==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test check format bench clean
+.PHONY: help setup model demo test test-all check format bench clean
 
 help:
 	@echo "make demo     transform a small pretrained language model and verify it"
 	@echo "make test     run the tests"
+	@echo "make test-all run the tests of every architecture too"
 	@echo "make check    lint, format check, types, import contracts"
 	@echo "make format   format and fix what can be fixed"
 	@echo "make bench    list the benchmarks"
@@ -52,7 +53,6 @@ demo: setup model
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS)
-
 
 test-all: setup
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -1,6 +1,6 @@
 """Measure every model of the test zoo through both routes and write the table ``docs/zoo.md``.
 
-Run ``python benchmarks/zoo.py`` from the repository root (about fifteen minutes on two cores); names make a part.
+Run ``python benchmarks/zoo.py`` from the repository root (about eight minutes on two cores); names make a part.
 """
 
 from __future__ import annotations

@@ -8,21 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres_compile.ops._numerics import (
-    LIBRARY,
-    compute_dtype,
-    inverse_rms,
-    key_gradient,
-    key_vector,
-    source_gradient,
-    split_key_gradient,
-    without_autocast,
-)
+from attnres_compile.ops._library import define, differentiate, kernels, key_vector, once, split_key_gradient
+from attnres_compile.ops.factored import compute_dtype
 
-LIBRARY.define(
-    "inter_block(Tensor[] blocks, Tensor queries, Tensor? key_norms, float eps) -> (Tensor o, Tensor m, Tensor l)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+OPS = torch.ops.attnres_compile
 
 
 def inter_block(
@@ -43,33 +32,16 @@ def inter_block(
     Returns:
         ``o [S, ..., d]``, ``m [S, ...]``, ``l [S, ...]``, all fp32 (fp64 for fp64 blocks).
     """
-    o, m, l = torch.ops.attnres_compile.inter_block(list(blocks), queries, key_norms, eps)
+    o, m, l = OPS.inter_block(list(blocks), queries, key_norms, eps)
     return o, m, l
 
 
-def _exponentials(xs: Sequence[Tensor], keys: Tensor, eps: float) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    rs = [inverse_rms(x, eps) for x in xs]
-    dots = [torch.movedim(x @ keys.T, -1, 0) for x in xs]
-    logits = torch.stack([r * z for r, z in zip(rs, dots, strict=True)])
-    m = logits.amax(0)
-    return rs, dots, logits, m
-
-
-@without_autocast
 def _forward(
     blocks: list[Tensor], queries: Tensor, key_norms: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = compute_dtype(blocks[0].dtype)
-    xs = [b.to(dtype) for b in blocks]
-    _, _, logits, m = _exponentials(xs, key_vector(queries, key_norms, dtype), eps)
-    e = (logits - m).exp()
-    o = torch.mul(xs[0], e[0].unsqueeze(-1)).contiguous()
-    for x, weight in zip(xs[1:], e[1:], strict=True):
-        o.addcmul_(x, weight.unsqueeze(-1))
-    return o, m.contiguous(), e.sum(0).contiguous()
-
-
-LIBRARY.impl("inter_block", _forward, "CompositeExplicitAutograd")
+    keys = key_vector(queries, key_norms, compute_dtype(blocks[0].dtype))
+    result: tuple[Tensor, Tensor, Tensor] = kernels(blocks[0]).inter_block(blocks, keys, eps)
+    return result
 
 
 def _fake(blocks: list[Tensor], queries: Tensor, key_norms: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +51,32 @@ def _fake(blocks: list[Tensor], queries: Tensor, key_norms: Tensor | None, eps: 
     return o, m, l
 
 
-torch.library.register_fake("attnres_compile::inter_block", _fake, lib=LIBRARY)
+def _first_derivative(
+    grad_o: Tensor,
+    grad_m: Tensor,
+    grad_l: Tensor,
+    blocks: list[Tensor],
+    queries: Tensor,
+    key_norms: Tensor | None,
+    eps: float,
+) -> tuple[list[Tensor], Tensor]:
+    keys = key_vector(queries, key_norms, compute_dtype(blocks[0].dtype))
+    backward = kernels(grad_o).inter_block_backward
+    result: tuple[list[Tensor], Tensor] = backward(grad_o, grad_m, grad_l, blocks, keys, eps)
+    return result
+
+
+def _fake_first_derivative(
+    grad_o: Tensor,
+    grad_m: Tensor,
+    grad_l: Tensor,
+    blocks: list[Tensor],
+    queries: Tensor,
+    key_norms: Tensor | None,
+    eps: float,
+) -> tuple[list[Tensor], Tensor]:
+    grads = [torch.empty(b.shape, dtype=b.dtype, device=b.device) for b in blocks]
+    return grads, torch.empty(queries.shape, dtype=grad_o.dtype, device=queries.device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -87,26 +84,21 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(queries, key_norms, *blocks)
 
 
-@without_autocast
 def _backward(
     ctx: Any, grad_o: Tensor, grad_m: Tensor, grad_l: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor | None, None]:
     queries, key_norms, *blocks = ctx.saved_tensors
-    dtype = compute_dtype(blocks[0].dtype)
-    xs = [b.to(dtype) for b in blocks]
-    keys = key_vector(queries, key_norms, dtype)
-    rs, dots, logits, m = _exponentials(xs, keys, ctx.eps)
-    e = (logits - m).exp()
-    grad_logits = e * (torch.stack([(grad_o * x).sum(-1) for x in xs]) + grad_l)
-    # o and l fall when m rises; m follows its largest logit.
-    largest = torch.nn.functional.one_hot(logits.argmax(0), len(xs)).movedim(-1, 0)
-    grad_logits = grad_logits + largest * (grad_m - grad_logits.sum(0))
-    grads, grad_keys = [], torch.zeros_like(keys)
-    for block, x, r, z, weight, ds in zip(blocks, xs, rs, dots, e, grad_logits, strict=True):
-        through_sum = (weight.unsqueeze(-1) * grad_o).sum(0)
-        grads.append((through_sum + source_gradient(x, keys, r, z, ds)).to(block.dtype))
-        grad_keys = grad_keys + key_gradient(x, r, ds)
+    grads, grad_keys = OPS.inter_block_backward(grad_o, grad_m, grad_l, blocks, queries, key_norms, ctx.eps)
     return grads, *split_key_gradient(grad_keys, queries, key_norms), None
 
 
-torch.library.register_autograd("attnres_compile::inter_block", _backward, setup_context=_setup_context, lib=LIBRARY)
+_INPUTS = "Tensor[] blocks, Tensor queries, Tensor? key_norms, float eps"
+define(f"inter_block({_INPUTS}) -> (Tensor o, Tensor m, Tensor l)", _forward, _fake)
+define(
+    f"inter_block_backward(Tensor grad_o, Tensor grad_m, Tensor grad_l, {_INPUTS})"
+    " -> (Tensor[] grads, Tensor grad_keys)",
+    _first_derivative,
+    _fake_first_derivative,
+)
+differentiate("inter_block", _setup_context, _backward)
+once("inter_block_backward")

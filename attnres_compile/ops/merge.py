@@ -7,21 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres_compile.ops._numerics import (
-    LIBRARY,
-    inverse_rms,
-    key_gradient,
-    key_vector,
-    source_gradient,
-    split_key_gradient,
-    without_autocast,
-)
+from attnres_compile.ops._library import define, differentiate, kernels, key_vector, once, split_key_gradient
 
-LIBRARY.define(
-    "merge(Tensor o, Tensor m, Tensor l, Tensor? partial, Tensor? query, Tensor? key_norm, float eps, float scale)"
-    " -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+OPS = torch.ops.attnres_compile
 
 
 def merge(
@@ -53,21 +41,10 @@ def merge(
     Returns:
         ``[..., d]`` in the partial sum's dtype, in that of ``o`` without one.
     """
-    result: Tensor = torch.ops.attnres_compile.merge(o, m, l, partial, query, key_norm, eps, scale)
+    result: Tensor = OPS.merge(o, m, l, partial, query, key_norm, eps, scale)
     return result
 
 
-def _coefficients(m: Tensor, l: Tensor, x: Tensor, key: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights of ``o`` and of the partial sum, and the partial sum's ``1/rms`` and ``<x, key>``."""
-    r, z = inverse_rms(x, eps), x @ key
-    s = r * z
-    largest = torch.maximum(m, s)
-    of_blocks, of_partial = (m - largest).exp(), (s - largest).exp()
-    total = of_blocks * l + of_partial
-    return of_blocks / total, of_partial / total, r, z
-
-
-@without_autocast
 def _forward(
     o: Tensor,
     m: Tensor,
@@ -81,13 +58,9 @@ def _forward(
     if partial is None:
         return torch.mul(o, (scale / l).unsqueeze(-1)).contiguous()
     assert query is not None, "a read with a partial sum needs its pseudo-query"
-    x = partial.to(o.dtype)
-    of_blocks, of_partial, _, _ = _coefficients(m, l, x, key_vector(query, key_norm, o.dtype), eps)
-    h = torch.mul(o, (of_blocks * scale).unsqueeze(-1)).contiguous()
-    return h.addcmul_(x, (of_partial * scale).unsqueeze(-1)).to(partial.dtype)
-
-
-LIBRARY.impl("merge", _forward, "CompositeExplicitAutograd")
+    key = key_vector(query, key_norm, o.dtype)
+    result: Tensor = kernels(o).merge(o, m, l, partial, key, eps, scale)
+    return result
 
 
 def _fake(
@@ -103,7 +76,38 @@ def _fake(
     return torch.empty(o.shape, dtype=o.dtype if partial is None else partial.dtype, device=o.device)
 
 
-torch.library.register_fake("attnres_compile::merge", _fake, lib=LIBRARY)
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _first_derivative(
+    grad: Tensor,
+    o: Tensor,
+    m: Tensor,
+    l: Tensor,
+    partial: Tensor,
+    query: Tensor,
+    key_norm: Tensor | None,
+    eps: float,
+    scale: float,
+) -> Gradients:
+    key = key_vector(query, key_norm, o.dtype)
+    result: Gradients = kernels(o).merge_backward(grad, o, m, l, partial, key, eps, scale)
+    return result
+
+
+def _fake_first_derivative(
+    grad: Tensor,
+    o: Tensor,
+    m: Tensor,
+    l: Tensor,
+    partial: Tensor,
+    query: Tensor,
+    key_norm: Tensor | None,
+    eps: float,
+    scale: float,
+) -> Gradients:
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (o, m, l, partial)]
+    return grads[0], grads[1], grads[2], grads[3], torch.empty(query.shape, dtype=o.dtype, device=o.device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -111,32 +115,30 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(o, m, l, partial, query, key_norm)
 
 
-@without_autocast
 def _backward(
     ctx: Any, grad: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None, None, None]:
     o, m, l, partial, query, key_norm = ctx.saved_tensors
-    g = grad.to(o.dtype) * ctx.scale
     if partial is None:
+        g = grad * ctx.scale
         return g / l.unsqueeze(-1), None, -(g * o).sum(-1) / l.square(), None, None, None, None, None
-    x, key = partial.to(o.dtype), key_vector(query, key_norm, o.dtype)
-    of_blocks, of_partial, r, z = _coefficients(m, l, x, key, ctx.eps)
-    along_o, along_x = (g * o).sum(-1), (g * x).sum(-1)
-    along_h = of_blocks * along_o + of_partial * along_x
-    grad_m = of_blocks * (along_o - l * along_h)
-    grad_logit = (of_partial * (along_x - along_h)).unsqueeze(0)
-    grad_partial = of_partial.unsqueeze(-1) * g + source_gradient(x, key.unsqueeze(0), r, z.unsqueeze(0), grad_logit)
-    grad_query, grad_key_norm = split_key_gradient(key_gradient(x, r, grad_logit).squeeze(0), query, key_norm)
-    return (
-        of_blocks.unsqueeze(-1) * g,
-        grad_m,
-        -of_blocks * along_h,
-        grad_partial.to(partial.dtype),
-        grad_query,
-        grad_key_norm,
-        None,
-        None,
-    )
+    found = OPS.merge_backward(grad, o, m, l, partial, query, key_norm, ctx.eps, ctx.scale)
+    grad_o, grad_m, grad_l, grad_partial, grad_key = found
+    return grad_o, grad_m, grad_l, grad_partial, *split_key_gradient(grad_key, query, key_norm), None, None
 
 
-torch.library.register_autograd("attnres_compile::merge", _backward, setup_context=_setup_context, lib=LIBRARY)
+define(
+    "merge(Tensor o, Tensor m, Tensor l, Tensor? partial, Tensor? query, Tensor? key_norm, float eps, float scale)"
+    " -> Tensor",
+    _forward,
+    _fake,
+)
+define(
+    "merge_backward(Tensor grad, Tensor o, Tensor m, Tensor l, Tensor partial, Tensor query, Tensor? key_norm,"
+    " float eps, float scale)"
+    " -> (Tensor grad_o, Tensor grad_m, Tensor grad_l, Tensor grad_partial, Tensor grad_key)",
+    _first_derivative,
+    _fake_first_derivative,
+)
+differentiate("merge", _setup_context, _backward)
+once("merge_backward")
