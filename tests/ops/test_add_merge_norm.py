@@ -54,7 +54,7 @@ class Fused:
 
     def run(self) -> tuple[Tensor, Tensor]:
         options: tuple[Any, ...] = (EPS, NORM_EPS, SCALE, self.norm)
-        parameters = (self.query, self.key_norm, self.weight, self.bias)
+        parameters: tuple[Any, ...] = (self.query, self.key_norm, self.weight, self.bias)
         total, y = add_merge_norm(self.partial, self.branch, self.blocks, *self.statistics(), *parameters, *options)
         return total, y
 
@@ -136,7 +136,7 @@ def test_the_sum_alone_is_kept() -> None:
     statistics = case.statistics()
     options: tuple[Any, ...] = (EPS, NORM_EPS, SCALE, "rms")
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        parameters = (case.query, case.key_norm, case.weight, case.bias)
+        parameters: tuple[Any, ...] = (case.query, case.key_norm, case.weight, case.bias)
         total, _ = add_merge_norm(case.partial, case.branch, case.blocks, *statistics, *parameters, *options)
     full = {t.untyped_storage().data_ptr() for t in kept if t.dim() > 1 and t.shape[-1] == 48}
     assert full == {t.untyped_storage().data_ptr() for t in (total, *case.blocks)}
