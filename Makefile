@@ -53,6 +53,8 @@ demo: setup model
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS)
+	@echo "the operators again, without compiled kernels"
+	ATTNRES_COMPILE_CPU_KERNELS=0 $(BIN)/python -m pytest tests/ops -k 'not kernels' -n $(WORKERS)
 
 test-all: setup
 	$(BIN)/python -m pytest -n $(WORKERS)

@@ -1,4 +1,4 @@
-"""The command line: ``attnres inspect | transform | verify | export``.
+"""The command line: ``attnres inspect | transform | verify | export | doctor``.
 
 Reports go to stdout, as tables or, with ``--json``, as JSON; progress and errors go to stderr. The exit code is 0 when
 all is well, 1 when a model is refused or fails a check, and 2 when the call itself is wrong.
@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from attnres_compile import api, cli_models
+from attnres_compile import api, cli_doctor, cli_models
 from attnres_compile.capture.inputs import normalise
 from attnres_compile.cli_models import Loaded
 from attnres_compile.config import AttnResConfig
@@ -191,6 +191,9 @@ def export(
                 echo=_progress,
             )
         _show(report, json)
+
+
+app.command()(cli_doctor.doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

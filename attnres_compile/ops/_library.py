@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from attnres_compile.ops import factored
+from attnres_compile.ops import cpu, factored, triton
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +33,7 @@ def differentiate(name: str, setup_context: Callable[..., None], backward: Calla
 
 def kernels(tensor: Tensor) -> Any:
     """The functions of ``factored``, or faster ones with the same signatures, for the device of ``tensor``."""
-    return factored
+    return {"cpu": cpu, "cuda": triton}.get(tensor.device.type, factored)
 
 
 def _without_autocast(function: Callable[P, R]) -> Callable[P, R]:

@@ -92,7 +92,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _first_derivative(
-    grad_total: Tensor,
+    grad_total: Tensor | None,
     grad_normalised: Tensor,
     total: Tensor,
     o: Tensor,
@@ -114,7 +114,7 @@ def _first_derivative(
 
 
 def _fake_first_derivative(
-    grad_total: Tensor,
+    grad_total: Tensor | None,
     grad_normalised: Tensor,
     total: Tensor,
     o: Tensor,
@@ -165,7 +165,7 @@ define(
     _fake,
 )
 define(
-    f"add_merge_norm_backward(Tensor grad_total, Tensor grad_normalised, Tensor total, {_STATISTICS}, {_OPTIONS})"
+    f"add_merge_norm_backward(Tensor? grad_total, Tensor grad_normalised, Tensor total, {_STATISTICS}, {_OPTIONS})"
     " -> (Tensor grad_o, Tensor grad_m, Tensor grad_l, Tensor grad_sum, Tensor grad_key, Tensor grad_weight,"
     " Tensor grad_bias)",
     _first_derivative,

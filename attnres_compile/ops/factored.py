@@ -105,14 +105,11 @@ def add_merge_norm(
     """``partial + branch``, and the norm of its ``merge``; ``centred`` makes it a LayerNorm, otherwise an RMSNorm."""
     total = partial + branch
     h = _mix(o, m, l, total.to(key.dtype), key, eps, scale)
-    y, _ = _normalised(h, norm_eps, centred)
-    y = y if weight is None else y * weight.to(key.dtype)
-    y = y if bias is None else y + bias.to(key.dtype)
-    return total, y.to(total.dtype)
+    return total, normalise(h, weight, bias, norm_eps, centred).to(total.dtype)
 
 
 def add_merge_norm_backward(
-    grad_total: Tensor,
+    grad_total: Tensor | None,
     grad_normalised: Tensor,
     total: Tensor,
     o: Tensor,
@@ -126,15 +123,35 @@ def add_merge_norm_backward(
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of ``o``, ``m``, ``l``, either term of ``total``, ``key``, and the norm's weight and bias ``[d]``."""
-    x, g = total.to(key.dtype), grad_normalised.to(key.dtype)
-    y, r = _normalised(_mix(o, m, l, x, key, eps, scale), norm_eps, centred)
-    rows = g.reshape(-1, g.shape[-1])
+    x = total.to(key.dtype)
+    h = _mix(o, m, l, x, key, eps, scale)
+    found = normalise_backward(grad_normalised.to(key.dtype), h, weight, norm_eps, centred)
+    grad_h, along_h, grad_weight, grad_bias = found
+    grad_o, grad_m, grad_l, grad_x, grad_key = _mix_backward(grad_h * scale, o, m, l, x, key, eps, along_h)
+    grad_sum = (grad_x if grad_total is None else grad_total + grad_x).to(total.dtype)
+    return grad_o, grad_m, grad_l, grad_sum, grad_key, grad_weight, grad_bias
+
+
+def normalise(h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    """RMSNorm or, ``centred``, LayerNorm of ``h [..., d]`` in its own dtype."""
+    y, _ = _normalised(h, eps, centred)
+    y = y if weight is None else y * weight.to(h.dtype)
+    return y if bias is None else y + bias.to(h.dtype)
+
+
+def normalise_backward(
+    grad: Tensor, h: Tensor, weight: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of ``h [..., d]``, its inner product with ``h``, and gradients of a norm's weight and bias ``[d]``."""
+    y, r = _normalised(h, eps, centred)
+    rows = grad.reshape(-1, grad.shape[-1])
     grad_weight, grad_bias = (rows * y.reshape(rows.shape)).sum(0), rows.sum(0)
-    g = g if weight is None else g * weight.to(key.dtype)
-    grad_h = g - y * (g * y).mean(-1, keepdim=True)
+    g = grad if weight is None else grad * weight.to(h.dtype)
+    along_y = (g * y).sum(-1, keepdim=True)
+    grad_h = g - y * (along_y / h.shape[-1])
     grad_h = r * (grad_h - g.mean(-1, keepdim=True) if centred else grad_h)
-    grad_o, grad_m, grad_l, grad_x, grad_key = _mix_backward(grad_h * scale, o, m, l, x, key, eps)
-    return grad_o, grad_m, grad_l, (grad_total + grad_x).to(total.dtype), grad_key, grad_weight, grad_bias
+    # Only eps keeps a norm's gradient from being orthogonal to its input: as a sum of products this would be rounding.
+    return grad_h, (along_y * eps * r.square()).squeeze(-1), grad_weight, grad_bias
 
 
 def _weights(xs: Sequence[Tensor], key: Tensor, eps: float) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -174,19 +191,20 @@ def _mix(o: Tensor, m: Tensor, l: Tensor, x: Tensor, key: Tensor, eps: float, sc
 
 
 def _mix_backward(
-    g: Tensor, o: Tensor, m: Tensor, l: Tensor, x: Tensor, key: Tensor, eps: float
+    g: Tensor, o: Tensor, m: Tensor, l: Tensor, x: Tensor, key: Tensor, eps: float, along_h: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     of_blocks, of_partial, r, z = _coefficients(m, l, x, key, eps)
     along_o, along_x = (g * o).sum(-1), (g * x).sum(-1)
-    along_h = of_blocks * along_o + of_partial * along_x
-    grad_logit = (of_partial * (along_x - along_h)).unsqueeze(0)
-    through_logit = _source_gradient(x, key.unsqueeze(0), r, z.unsqueeze(0), grad_logit)
+    along_h = of_blocks * along_o + of_partial * along_x if along_h is None else along_h
+    # Only the difference of m and the partial sum's logit matters. Sums with along_h would cancel.
+    grad_logit = of_blocks * of_partial * (l * along_x - along_o)
+    through_logit = _source_gradient(x, key.unsqueeze(0), r, z.unsqueeze(0), grad_logit.unsqueeze(0))
     return (
         of_blocks.unsqueeze(-1) * g,
-        of_blocks * (along_o - l * along_h),
+        -grad_logit,
         -of_blocks * along_h,
         of_partial.unsqueeze(-1) * g + through_logit,
-        _key_gradient(x, r, grad_logit).squeeze(0),
+        _key_gradient(x, r, grad_logit.unsqueeze(0)).squeeze(0),
     )
 
 

@@ -60,12 +60,15 @@ class Fused:
 
     def expected(self) -> tuple[Tensor, Tensor]:
         total = self.partial + self.branch
-        h = reference.depth_attention([*self.blocks, total], self.query, self.key_norm, eps=EPS, scale=SCALE)
+        return total, self.read_and_norm([*self.blocks, total])
+
+    def read_and_norm(self, sources: list[Tensor]) -> Tensor:
+        h = reference.depth_attention(sources, self.query, self.key_norm, eps=EPS, scale=SCALE)
         shape = (h.shape[-1],)
         if self.norm == "layer":
-            return total, F.layer_norm(h, shape, self.weight, self.bias, NORM_EPS)
+            return F.layer_norm(h, shape, self.weight, self.bias, NORM_EPS)
         y = F.rms_norm(h, shape, self.weight, NORM_EPS)
-        return total, y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias
 
 
 def check(case: Fused) -> None:
