@@ -137,7 +137,7 @@ class _Start(_Hook):
         if value.ndim < 2 or value.shape[self.axis] != reads.query.shape[-1]:
             return value
         refuse_reentrant(self.root.training or value.requires_grad)
-        traced = not torch.compiler.is_compiling() and any(map(_may_be_compiled, self.root.modules()))
+        traced = not torch.compiler.is_compiling() and _compiled_in_parts(self.root)
         return start(value, self.axis, self.plan, reads, traced=traced).at(self.position)
 
 
@@ -199,9 +199,14 @@ class _Exit(_Hook):
         return stream.read() if stream.position == stream.plan.last else stream.total()
 
 
-def _may_be_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled by itself: Dynamo would wrap a tensor subclass around its empty tensor."""
-    return module._compiled_call_impl is not None or "forward" in vars(module)
+def _compiled_in_parts(module: nn.Module) -> bool:
+    """Whether a part was compiled by itself: Dynamo would wrap a tensor subclass around its empty tensor.
+
+    Asked at every start, since a part may be compiled at any time: ``module.modules()`` is several times as slow.
+    """
+    if module._compiled_call_impl is not None or "forward" in vars(module):
+        return True
+    return any(child is not None and _compiled_in_parts(child) for child in module._modules.values())
 
 
 def _latest(value: Any, chain: int) -> Stream | None:

@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from attnres_compile.ops import add_merge_norm, depth_attention, inter_block, merge, merge_norm, reference
 
 SUBLAYERS, BLOCKS, WIDTH, EPS = 24, 8, 576, 1e-6
-Body = Callable[[Tensor], Tensor]
+R = TypeVar("R")
 
 
 class Net(nn.Module):
@@ -122,18 +123,28 @@ FORMS = {"residual": residual, "stacked": stacked, "two-phase": two_phase, "fuse
 
 
 def peak(form: Callable[[Net, Tensor], Tensor], tokens: int, dtype: torch.dtype) -> tuple[int, Tensor]:
-    """Largest number of bytes allocated at once beyond those at the start, and the result."""
+    """The peak of a form's forward and backward, and its output."""
     net = Net(dtype)
     x = torch.randn(1, tokens, WIDTH, dtype=dtype)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+
+    def step() -> Tensor:
         output = form(net, x)
         output.sum().backward()
+        return output.detach()
+
+    return peak_bytes(step)
+
+
+def peak_bytes(step: Callable[[], R]) -> tuple[int, R]:
+    """Largest number of bytes allocated at once during a step beyond those at its start, and its result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        result = step()
     live = most = 0
     for event in found.profiler.kineto_results.events():
         if event.name() == "[memory]":
             live += event.nbytes()
             most = max(most, live)
-    return most, output.detach()
+    return most, result
 
 
 def main() -> None:
