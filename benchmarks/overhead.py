@@ -74,17 +74,17 @@ def inference(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
 
 
 def decoding(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
-    """One more token after the whole length, with a static cache."""
+    """One more token each time, after the whole length, with a static cache."""
     from transformers import StaticCache
 
-    token, place = torch.ones(1, 1, dtype=torch.int64), torch.tensor([LENGTH])
-    cache = StaticCache(model.config, max_cache_len=LENGTH + 8)  # type: ignore[arg-type]
+    token = torch.ones(1, 1, dtype=torch.int64)
+    cache = StaticCache(model.config, max_cache_len=LENGTH + 4 * ROUNDS)
     with torch.no_grad():
-        model(input_ids=inputs["input_ids"], past_key_values=cache, cache_position=torch.arange(LENGTH))
+        model(input_ids=inputs["input_ids"], past_key_values=cache)
 
     def step() -> Any:
         with torch.no_grad():
-            return model(input_ids=token, past_key_values=cache, cache_position=place)
+            return model(input_ids=token, past_key_values=cache)
 
     return step
 
