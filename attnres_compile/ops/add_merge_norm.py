@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnres_compile.ops._library import define, differentiate, kernels, key_vector, once, split_key_gradient
+from attnres_compile.ops.inter_block import phase_one_sum
 
 OPS = torch.ops.attnres_compile
 Norm = Literal["rms", "layer"]
@@ -137,8 +138,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_total: Tensor, grad_normalised: Tensor) -> tuple[Any, ...]:
     total, m, l, query, key_norm, weight, *blocks = ctx.saved_tensors
     eps, norm_eps, scale, norm = ctx.options
-    norms = None if key_norm is None else key_norm.unsqueeze(0)
-    o = OPS.inter_block(blocks, query.unsqueeze(0), norms, eps)[0].squeeze(0)
+    o = phase_one_sum(blocks, query, key_norm, eps)
     saved = (total, o, m, l, query, key_norm, weight)
     found = OPS.add_merge_norm_backward(grad_total, grad_normalised, *saved, eps, norm_eps, scale, norm)
     grad_o, grad_m, grad_l, grad_sum, grad_key, grad_weight, grad_bias = found

@@ -36,6 +36,12 @@ def inter_block(
     return o, m, l
 
 
+def phase_one_sum(blocks: Sequence[Tensor], query: Tensor, key_norm: Tensor | None, eps: float) -> Tensor:
+    """The ``o [..., d]`` of one read, which the backward of a fused operator makes again instead of keeping it."""
+    key_norms = None if key_norm is None else key_norm.unsqueeze(0)
+    return inter_block(blocks, query.unsqueeze(0), key_norms, eps)[0].squeeze(0)
+
+
 def _forward(
     blocks: list[Tensor], queries: Tensor, key_norms: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnres_compile.ops import factored
 from attnres_compile.ops._library import define, differentiate, kernels, key_vector, split_key_gradient
 from attnres_compile.ops.add_merge_norm import Norm
+from attnres_compile.ops.inter_block import phase_one_sum
 
 OPS = torch.ops.attnres_compile
 
@@ -94,8 +95,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     m, l, partial, query, key_norm, weight, *blocks = ctx.saved_tensors
     eps, norm_eps, scale, norm = ctx.options
-    norms = None if key_norm is None else key_norm.unsqueeze(0)
-    o = OPS.inter_block(blocks, query.unsqueeze(0), norms, eps)[0].squeeze(0)
+    o = phase_one_sum(blocks, query, key_norm, eps)
     merged: tuple[Tensor | None, ...]
     if partial is None:
         h = o * (scale / l).unsqueeze(-1)

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnres_compile as ac
@@ -15,6 +15,8 @@ from tests.zoo import CASES
 
 # Three layers of two sublayers are three blocks of two: whole blocks, partial sums and both phases all occur.
 LAYERS, READS, BLOCKS = 3, 6, 3
+# Batch and length, twice, for what has to work at any size.
+SHAPES = ((2, 7), (3, 11))
 QUERY, KEY_NORM = "attnres.0.query", "attnres.0.key_norm"
 
 
@@ -95,6 +97,17 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
 
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+class Graphs:
+    """A backend that runs Dynamo's graphs as they are and keeps them."""
+
+    def __init__(self) -> None:
+        self.found: list[fx.GraphModule] = []
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+        self.found.append(module)
+        return module.forward
 
 
 class CountOps(TorchDispatchMode):

@@ -7,22 +7,9 @@ import pytest
 import torch
 from torch import fx
 
-from tests.integration.models import QUERY, READS, example, projection, run, transformed
+from tests.integration.models import QUERY, READS, SHAPES, Graphs, example, projection, run, transformed
 from tests.tolerances import assert_close, relative_error
 from tests.zoo import CASES
-
-SHAPES = ((2, 7), (3, 11))
-
-
-class Graphs:
-    """A backend that runs Dynamo's graphs as they are and keeps them."""
-
-    def __init__(self) -> None:
-        self.found: list[fx.GraphModule] = []
-
-    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
-        self.found.append(module)
-        return module.forward
 
 
 def call(name: str, batch: int, length: int) -> dict[str, Any]:

@@ -19,7 +19,9 @@ import attnres_compile as ac
 from tests.integration.models import (
     BLOCKS,
     READS,
+    SHAPES,
     CountOps,
+    Graphs,
     assert_same_gradients,
     attnres_parameters,
     example,
@@ -38,19 +40,6 @@ from tests.zoo import CASES, noise, seeded
 
 # Dynamo asks each tensor that enters a compiled frame for its gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-SHAPES = ((2, 7), (3, 11))
-
-
-class Graphs:
-    """A backend that runs Dynamo's graphs as they are and keeps them."""
-
-    def __init__(self) -> None:
-        self.found: list[fx.GraphModule] = []
-
-    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
-        self.found.append(module)
-        return module.forward
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from attnres_compile.ops import add_merge_norm, reference
-from tests.ops.test_ops import EPS, F32, F64, HALF, Case
+from tests.ops.test_ops import EPS, F32, F64, HALF, Case, saved_for_backward
 from tests.tolerances import assert_close
 
 OPS = torch.ops.attnres_compile
@@ -130,15 +129,9 @@ def test_opcheck(norm: str) -> None:
 def test_the_sum_alone_is_kept() -> None:
     """Neither the read nor the normalised input of the norm, nor phase 1's sum."""
     case = Fused("rms", leading=(5, 8)).leaves()
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
     statistics = case.statistics()
     options: tuple[Any, ...] = (EPS, NORM_EPS, SCALE, "rms")
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_for_backward() as kept:
         parameters: tuple[Any, ...] = (case.query, case.key_norm, case.weight, case.bias)
         total, _ = add_merge_norm(case.partial, case.branch, case.blocks, *statistics, *parameters, *options)
     full = {t.untyped_storage().data_ptr() for t in kept if t.dim() > 1 and t.shape[-1] == 48}

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from attnres_compile.ops import merge_norm
 from tests.ops.test_add_merge_norm import NORM_EPS, SCALE, Fused
-from tests.ops.test_ops import EPS, F32, F64, HALF
+from tests.ops.test_ops import EPS, F32, F64, HALF, saved_for_backward
 from tests.tolerances import assert_close
 
 OPS = torch.ops.attnres_compile
@@ -67,13 +66,7 @@ def test_opcheck(first: bool) -> None:
 @pytest.mark.parametrize("first", [False, True])
 def test_the_sources_alone_are_kept(first: bool) -> None:
     case = Fused("rms", leading=(5, 8)).leaves()
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_for_backward() as kept:
         run(case, first)
     full = {t.untyped_storage().data_ptr() for t in kept if t.dim() > 1 and t.shape[-1] == 48 and t.shape[0] > 1}
     assert full == {t.untyped_storage().data_ptr() for t in (*case.blocks, *([] if first else [case.partial]))}

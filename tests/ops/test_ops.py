@@ -1,6 +1,7 @@
 """The operators `torch.ops.attnres_compile.*` compute what the reference says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -259,6 +260,19 @@ def operators(case: Case) -> dict[str, tuple[Any, tuple[object, ...]]]:
     }
 
 
+@contextmanager
+def saved_for_backward() -> Iterator[list[Tensor]]:
+    """Collects what autograd keeps meanwhile."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
 OPERATORS = ["depth_attention", "inter_block", "merge", "merge_alone"]
 
 
@@ -302,13 +316,7 @@ def test_opcheck(name: str, with_norm: bool, layout: str) -> None:
 def test_backward_keeps_inputs_and_scalars_only(name: str, dtype: torch.dtype) -> None:
     case = Case(4, (5, 8), 48, dtype=dtype, grad=True)
     op, args = operators(case)[name]
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_for_backward() as saved:
         op(*args)
     inputs = {x.untyped_storage().data_ptr() for x in leaves(args)}
     kept = {x.untyped_storage().data_ptr() for x in saved}
