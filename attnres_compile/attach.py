@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 from attnres_compile.chains import BlockPlan
@@ -68,6 +69,7 @@ class Attachment:
 
 def attach(model: nn.Module, attachments: list[Attachment], *, key_norm: bool) -> None:
     """Give a model its reads (``model.attnres``) and the hooks that carry its streams. Changes the model itself."""
+    guard_hooks()
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     device, dtype = (parameter.device, parameter.dtype) if parameter is not None else (None, None)
     reads = [DepthReads(a.plan.reads, a.width, key_norm=key_norm, device=device, dtype=dtype) for a in attachments]
@@ -84,6 +86,17 @@ def attach(model: nn.Module, attachments: list[Attachment], *, key_norm: bool) -
             model.get_submodule(path).register_forward_hook(_Exit(chain), prepend=True)
     for attachment in attachments:
         _attach_start(model, attachment)
+
+
+def guard_hooks() -> None:
+    """Let Dynamo tell a model with hooks from one without.
+
+    By default it takes hooks for static: code that it compiled for the original would run for the transformed model.
+    What was compiled so far is dropped, once, since it does not look.
+    """
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch._dynamo.reset_code_caches()
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -105,6 +118,10 @@ def _attach_start(model: nn.Module, attachment: Attachment) -> None:
 @dataclass(eq=False)
 class _Hook:
     chain: int
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        guard_hooks()
+        self.__dict__.update(state)
 
 
 @dataclass(eq=False)

@@ -55,10 +55,12 @@ def rewrite_graph(subject: Subject) -> fx.GraphModule:
     module.add_module(ATTRIBUTE, ChainReads())
 
     def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
-        reads = _reads(chain, subject.config)
+        reads = reads_for(chain, subject.config)
         module.get_submodule(ATTRIBUTE).append(reads)  # type: ignore[operator]
         first = next(node for node in module.graph.nodes if node.op != "placeholder")
-        return _nodes_for(reads, chain, lambda name: module.graph.get_attr(name), module.graph.inserting_before(first))
+        return parameter_nodes(
+            reads, chain, lambda name: module.graph.get_attr(name), module.graph.inserting_before(first)
+        )
 
     run((RewriteChains(parameters),), subject)
     return module
@@ -71,7 +73,7 @@ def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:
     added: dict[str, tuple[fx.Node, Tensor]] = {}
 
     def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
-        reads = _reads(chain, subject.config)
+        reads = reads_for(chain, subject.config)
         first = next(iter(module.graph.nodes))
 
         def placeholder(name: str) -> fx.Node:
@@ -79,7 +81,7 @@ def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:
             added[name] = (node, reads.get_parameter(name.rpartition(".")[2]))
             return node
 
-        return _nodes_for(reads, chain, placeholder, module.graph.inserting_before(first))
+        return parameter_nodes(reads, chain, placeholder, module.graph.inserting_before(first))
 
     run((RewriteChains(parameters),), subject)
     graph = subject.module.graph
@@ -105,13 +107,17 @@ def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:
     )
 
 
-def _reads(chain: ResidualChain, config: AttnResConfig) -> DepthReads:
+def reads_for(chain: ResidualChain, config: AttnResConfig) -> DepthReads:
+    """New parameters for a planned chain, where and as its source is."""
     assert chain.plan is not None
     value = chain.source.meta["val"]
     return DepthReads(chain.plan.reads, chain.width, key_norm=config.key_norm, device=value.device, dtype=value.dtype)
 
 
-def _nodes_for(reads: DepthReads, chain: ResidualChain, make: Callable[[str], fx.Node], where: object) -> Parameters:
+def parameter_nodes(
+    reads: DepthReads, chain: ResidualChain, make: Callable[[str], fx.Node], where: object
+) -> Parameters:
+    """Nodes for the parameters of a chain, which ``make`` makes by name at the place ``where`` in the graph."""
     assert chain.plan is not None
     made: list[fx.Node | None] = []
     with where:  # type: ignore[attr-defined]

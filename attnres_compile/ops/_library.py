@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from attnres_compile.ops import cpu, factored, triton
 
@@ -16,6 +17,8 @@ R = TypeVar("R")
 
 NAMESPACE = "attnres_compile"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+# Per operator what it computes, in PyTorch's own operators when the tensors are fake.
+IMPLEMENTATIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -24,6 +27,7 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    IMPLEMENTATIONS[getattr(torch.ops.attnres_compile, name).default] = implementation
 
 
 def differentiate(name: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> None:
@@ -33,6 +37,8 @@ def differentiate(name: str, setup_context: Callable[..., None], backward: Calla
 
 def kernels(tensor: Tensor) -> Any:
     """The functions of ``factored``, or faster ones with the same signatures, for the device of ``tensor``."""
+    if isinstance(tensor, FakeTensor):
+        return factored
     return {"cpu": cpu, "cuda": triton}.get(tensor.device.type, factored)
 
 

@@ -64,7 +64,8 @@ def inter_block_backward(
     e = (logits - m).exp()
     grad_logits = e * (torch.stack([(grad_o * x).sum(-1) for x in xs]) + grad_l)
     # o and l fall when m rises; m follows its largest logit, the first of equals.
-    largest = torch.nn.functional.one_hot(logits.argmax(0), len(xs)).movedim(-1, 0)
+    chosen = logits.argmax(0)
+    largest = torch.stack([chosen == i for i in range(len(xs))])
     grad_logits = grad_logits + largest * (grad_m - grad_logits.sum(0))
     grads, grad_keys = [], torch.zeros_like(keys)
     for block, x, r, z, weight, ds in zip(blocks, xs, rs, dots, e, grad_logits, strict=True):
@@ -170,7 +171,7 @@ def _logits(xs: Sequence[Tensor], keys: Tensor, eps: float) -> tuple[list[Tensor
 def _weighted_sum(xs: Sequence[Tensor], weights: Tensor) -> Tensor:
     result = torch.mul(xs[0], weights[0].unsqueeze(-1)).contiguous()
     for x, weight in zip(xs[1:], weights[1:], strict=True):
-        result.addcmul_(x, weight.unsqueeze(-1))
+        result = torch.addcmul(result, x, weight.unsqueeze(-1))
     return result
 
 
@@ -187,7 +188,7 @@ def _coefficients(m: Tensor, l: Tensor, x: Tensor, key: Tensor, eps: float) -> t
 def _mix(o: Tensor, m: Tensor, l: Tensor, x: Tensor, key: Tensor, eps: float, scale: float) -> Tensor:
     of_blocks, of_partial, _, _ = _coefficients(m, l, x, key, eps)
     h = torch.mul(o, (of_blocks * scale).unsqueeze(-1)).contiguous()
-    return h.addcmul_(x, (of_partial * scale).unsqueeze(-1))
+    return torch.addcmul(h, x, (of_partial * scale).unsqueeze(-1))
 
 
 def _mix_backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ def calls(node: fx.Node) -> tuple[Call, ...]:
     found = []
     for key, value in stack.items():
         path, kind = value if isinstance(value, tuple) else (str(value), "")
-        path = re.sub(r"^(L\['self'\]|L__self__|_export_root)\.?", "", str(path))
+        path = re.sub(r"^(L(\['\w+'\])(\[\d+\])*|L__self__|_export_root)\.?", "", str(path))
         name = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
         found.append(Call(str(key), path, name))
     if not found or found[0].path:
@@ -49,11 +50,12 @@ def value(node: Any) -> Any | None:
 def shape(node: Any) -> tuple[int, ...] | None:
     """Shape of a node's tensor with symbolic sizes replaced by their hints, None for anything else."""
     found = value(node)
-    return tuple(_hint(n) for n in found.shape) if isinstance(found, torch.Tensor) else None
+    return hints(found.shape) if isinstance(found, torch.Tensor) else None
 
 
-def _hint(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.has_hint() else size
+def hints(sizes: Iterable[Any]) -> tuple[int, ...]:
+    """Sizes, of symbolic ones the value that they had in the trace."""
+    return tuple(int(n.node.hint) if isinstance(n, torch.SymInt) and n.node.has_hint() else n for n in sizes)
 
 
 def is_float(node: Any) -> bool:

@@ -18,7 +18,6 @@ Assumes planned chains and a functional graph around them. Leaves every other no
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from attnres_compile.arithmetic import METADATA
@@ -34,11 +32,11 @@ from attnres_compile.chains import ResidualChain
 from attnres_compile.errors import RefusedError
 from attnres_compile.interface import dispatch
 from attnres_compile.passes import _nodes
+from attnres_compile.passes._emit import STAMP, method, stamp
 from attnres_compile.passes.base import Subject
 from attnres_compile.passes.follow import EXIT, changes_nothing
 from attnres_compile.stream import Stream, is_stream, map_streams
 
-STAMP = "attnres_compile_pass"
 Parameters = tuple[fx.Node, fx.Node | None]
 
 
@@ -73,15 +71,7 @@ class _Emitter(fx.proxy.GraphAppendingTracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, target, *args, **kwargs)
-        values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        modes = [v.fake_mode for v in pytree.tree_leaves(values) if isinstance(v, FakeTensor)]
-        function = _method(str(target)) if kind == "call_method" else target
-        with modes[0] if modes else contextlib.nullcontext():
-            node.meta["val"] = function(*values[0], **values[1])
-        node.meta[STAMP] = "rewrite_chains"
-        for key in ("stack_trace", "nn_module_stack"):
-            if self.replacing is not None and key in self.replacing.meta:
-                node.meta[key] = self.replacing.meta[key]
+        stamp(node, "rewrite_chains", self.replacing)
         return node
 
 
@@ -133,7 +123,7 @@ class _Rewriter:
         nested = node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator)
         if nested or not any(map(is_stream, leaves)):
             return self._copy(node, *map_streams((args, kwargs), Stream.read))
-        target = _method(str(node.target)) if node.op == "call_method" else node.target
+        target = method(str(node.target)) if node.op == "call_method" else node.target
         try:
             return dispatch(target, name, tuple(args), dict(kwargs))
         except RefusedError as error:
@@ -164,10 +154,6 @@ class _Held:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def _method(name: str) -> Callable[..., Any]:
-    return lambda value, *args, **kwargs: getattr(value, name)(*args, **kwargs)
 
 
 def _open(value: Any) -> Any:

@@ -13,9 +13,10 @@ from attnres_compile.capture.trace import Captured
 from attnres_compile.chains import ResidualChain
 from attnres_compile.errors import RefusedError
 from attnres_compile.ops import reference
+from attnres_compile.passes._emit import STAMP
 from attnres_compile.passes.base import Subject, run
 from attnres_compile.passes.pipelines import GRAPH
-from attnres_compile.passes.rewrite_chains import STAMP, Parameters, RewriteChains
+from attnres_compile.passes.rewrite_chains import Parameters, RewriteChains
 from tests.passes import models
 from tests.passes.models import WIDTH, Block, Net
 from tests.passes.tracing import example, exported, listing, operations, subject, traced

@@ -1,0 +1,64 @@
+"""Inductor behind the passes: the lowering runs inside it, after autograd, and is part of its cache key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
+
+from attnres_compile.config import AttnResConfig
+from attnres_compile.passes.base import Subject, run
+from attnres_compile.passes.lower_factored import LowerFactored
+
+SLOT = "post_grad_custom_pre_pass"
+# In inference, up to so many tokens generated code is faster than the call of a kernel: `benchmarks/overhead.py`, decoding.
+FEW_TOKENS = 64
+
+
+class LowerReads(CustomGraphPass):
+    """The lowering as Inductor calls it, after the pass that the user had in the same place."""
+
+    def __init__(self, tokens: int, before: Any) -> None:
+        """Lower up to so many tokens, after what is in the slot (or None)."""
+        self.tokens, self.before = tokens, before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Lower the operators of one graph: a forward's, or a backward's."""
+        if self.before is not None:
+            self.before(graph)
+        module = graph.owning_module
+        assert module is not None
+        lowering = LowerFactored(self.tokens, select_decomp_table())
+        run((lowering,), Subject(module, AttnResConfig()))
+
+    def uuid(self) -> Any:
+        """Changes with every source file of this package: its gradients and kernels are in no graph."""
+        before = None if self.before is None else self.before.uuid()
+        return None if self.before is not None and before is None else (_digest(), self.tokens, before)
+
+
+def compile_module(
+    module: fx.GraphModule, inputs: Any, *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Any:
+    """``torch.compile``'s own ``mode`` and ``options`` for Inductor, with the lowering added."""
+    patches = dict(torch._inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
+    patches |= {key.replace("-", "_"): value for key, value in (options or {}).items()}
+    # A gradient is many operations: generated code for it takes long to compile and keeps more than the kernels do.
+    trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    patches[SLOT] = LowerReads(0 if trains else FEW_TOKENS, patches.get(SLOT, getattr(inductor_config, SLOT)))
+    return compile_fx(module, inputs, config_patches=patches)
+
+
+@cache
+def _digest() -> bytes:
+    package = Path(__file__).parent
+    return get_hash_for_files(tuple(sorted(str(path) for path in package.rglob("*.py"))))
