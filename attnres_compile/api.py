@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -99,6 +100,33 @@ def inspect(model: nn.Module | ExportedProgram, example_inputs: Any = None, **op
         captured, subject = graphs.analyse_graph(model, _inputs_of_graph(model, example_inputs), config)
         return _report(type(model).__name__, captured.front_end, subject)
     return _analyse(model, _example_inputs(model, example_inputs), config)[0]
+
+
+def pass_by_pass(
+    model: nn.Module | ExportedProgram, example_inputs: Any = None, **options: Any
+) -> Iterator[tuple[str, str | None]]:
+    """What each pass makes of a model's graph: its name and the graph's text after it, None where nothing changed.
+
+    A live module is shown as the graph that ``torch.compile(model, backend="attnres")`` and exports would rewrite.
+
+    Args:
+        model: as for ``transform``.
+        example_inputs: as for ``transform``.
+        **options: as for ``transform``.
+
+    Raises:
+        OptionError: as ``transform``.
+        InputError: as ``transform``.
+        CaptureError: as ``transform``.
+    """
+    config = AttnResConfig(**{**options, "strict": False})
+    if isinstance(model, ExportedProgram):
+        captured, _ = graphs.analyse_program(model, config)
+    elif isinstance(model, fx.GraphModule):
+        captured, _ = graphs.analyse_graph(model, _inputs_of_graph(model, example_inputs), config)
+    else:
+        captured = capture(model, _example_inputs(model, example_inputs))
+    return graphs.pass_by_pass(captured, config)
 
 
 def verify(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import ConstantSource
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,7 +33,8 @@ class AttnResBackend:
     A transformed model brings its reads along. In the graph of any other model the residual chains are rewritten first;
     the new parameters belong to this object, since they exist only once the model has been called: train them by
     ``backend.parameters()``, save them by ``backend.state_dict()``. Prefer ``attnres_compile.transform`` for training.
-    One object serves several models and every recompilation; a chain is known by the first parameter after its source.
+    One object serves several models and every recompilation; a chain is known by the first parameter that meets what
+    comes from its source.
 
     Args:
         config: how to rewrite graphs without reads. By default 8 blocks, and a warning where no chain qualifies; with
@@ -99,22 +102,32 @@ class AttnResBackend:
         subject = Subject(module, self.config)
         if not reason:
             run(GRAPH, subject)
-            reason = "; ".join(f"{r.reason} ({r.where})" for r in subject.refusals) or "no sum of a value and a branch"
+            reasons = dict.fromkeys(f"{refusal.reason} ({refusal.where})" for refusal in subject.refusals)
+            reason = "; ".join(reasons) or "no sum of a value and a branch"
         if not any(chain.plan is not None for chain in subject.chains):
             self._no_chain(reason)
             return
         module.add_module(ATTRIBUTE, ChainReads())
-        sources = {node.name: node._dynamo_source for node in module.graph.find_nodes(op="placeholder")}
-        count = iter(range(len(subject.chains)))
+        given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False))
+        sources = {node.name: node._dynamo_source for node in given}
+        seen: Counter[fx.Node | None] = Counter()
 
         def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
-            reads = self._reads_of(chain, next(count), _owner(module, chain, inputs))
+            owner = _owner(chain, given)
+            reads = self._reads_of(chain, seen[owner], None if owner is None else given[owner])
+            seen[owner] += 1
+            if owner is not None:
+                # Parameters are inputs to Dynamo: without this, one graph would serve every model of a class.
+                install_guard(sources[owner.name].make_guard(GuardBuilder.ID_MATCH))
             module.get_submodule(ATTRIBUTE).append(reads)  # type: ignore[operator]
-            first = next(node for node in module.graph.nodes if node.op != "placeholder")
-            where = module.graph.inserting_before(first)
+            # Before the source, which may be an input itself.
+            where = module.graph.inserting_before(next(iter(module.graph.nodes)))
             return parameter_nodes(reads, chain, lambda name: module.graph.get_attr(name), where)
 
         run((RewriteChains(parameters),), subject)
+        first = next(iter(module.graph.nodes))
+        for node in module.graph.find_nodes(op="placeholder"):
+            first.prepend(node)
         # What ahead-of-time autograd asks of Dynamo's graphs: where each input comes from.
         for node in module.graph.find_nodes(op="placeholder"):
             node._dynamo_source = sources[node.name]
@@ -127,10 +140,12 @@ class AttnResBackend:
         known = self._owners.setdefault(self._reads if owner is None else owner, {})
         key = index, chain.plan.reads, chain.width
         if key not in known:
-            known[key] = reads_for(chain, self.config)
-            self._reads.append(known[key])
-        reads: DepthReads = known[key]
-        return reads
+            known[key] = reads = reads_for(chain, self.config)
+            if owner is not None and owner.is_floating_point():
+                # Under autocast the source's dtype is not that of the parameters.
+                reads.to(owner.dtype)
+            self._reads.append(reads)
+        return known[key]  # type: ignore[no-any-return]
 
     def _no_chain(self, reason: str) -> None:
         text = f"no residual chain of this graph can be given depth attention: {reason}"
@@ -149,15 +164,17 @@ def attnres(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Ca
     return default_backend(module, inputs, **options)
 
 
-def _owner(module: fx.GraphModule, chain: ResidualChain, inputs: Sequence[Any]) -> nn.Parameter | None:
-    """The first parameter that is used after the chain's source: it tells models and their parts apart."""
-    given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False))
-    node = chain.source
+def _owner(chain: ResidualChain, given: Mapping[fx.Node, Any]) -> fx.Node | None:
+    """The first parameter that meets what comes from the chain's source: it tells models and their parts apart."""
+    node, reached = chain.source, {chain.source}
     while node.op != "output":
         node = node.next
+        if reached.isdisjoint(node.all_input_nodes):
+            continue
+        reached.add(node)
         for source in node.all_input_nodes:
             if isinstance(given.get(source), nn.Parameter):
-                return given[source]
+                return source
     return None
 
 

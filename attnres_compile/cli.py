@@ -11,27 +11,24 @@ import os
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
 from attnres_compile import api, cli_doctor, cli_models
 from attnres_compile.capture.inputs import normalise
 from attnres_compile.cli_models import Loaded
+from attnres_compile.cli_tables import tables
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, InputError, MissingDependencyError, OptionError, RefusedError
-from attnres_compile.report import AttnResReport, Check
+from attnres_compile.report import AttnResReport
 from attnres_compile.verification import Mode
 
 GOOD, REFUSED, WRONG_CALL = 0, 1, 2
@@ -55,6 +52,7 @@ NoKeyNorm = Annotated[bool, typer.Option("--no-key-norm", help="No learned weigh
 Eps = Annotated[float, typer.Option("--eps", help="Added to the mean square in the keys' RMSNorm.")]
 Chains = Annotated[str | None, typer.Option("--chains", help="Indices of the chains to rewrite, as 0,2; default: all.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Load as float32, bfloat16, ...; as stored if left out.")]
+Passes = Annotated[bool, typer.Option("--passes", help="Print the graph after each pass instead of the report.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Verify = Annotated[Mode, typer.Option("--verify", help="What is checked before anything is written.")]
@@ -79,6 +77,7 @@ def inspect(
     eps: Eps = 1e-6,
     chains: Chains = None,
     dtype: Dtype = None,
+    passes: Passes = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -86,6 +85,10 @@ def inspect(
     with _reported(debug):
         options = _options(num_blocks, block_size, no_preserve, no_key_norm, eps, chains)
         loaded = _load_original(model, dtype)
+        if passes:
+            for name, graph in api.pass_by_pass(loaded.model, loaded.example_inputs, **options):
+                print(f"\n# after {name}\n{graph}" if graph else f"\n# {name} leaves the graph as it is")
+            return
         with _step("tracing the model and looking for residual chains"):
             report = api.inspect(loaded.model, loaded.example_inputs, **options)
         _require_chains(report, options, json)
@@ -328,68 +331,8 @@ def _show(report: AttnResReport, as_json: bool) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
     count = f"{len(report.chains)} residual chain{'s' * (len(report.chains) != 1)}"
     console.print(Text(f"{report.model}: {count} ({report.front_end})"))
-    for table in _tables(report):
+    for table in tables(report):
         console.print(table)
-
-
-def _tables(report: AttnResReport) -> Iterator[Table]:
-    if report.chains:
-        yield _chains(report)
-        yield _places(report)
-    if report.refused:
-        yield _refused(report)
-    if report.checks:
-        yield _checks(report.checks)
-
-
-def _chains(report: AttnResReport) -> Table:
-    table = Table("chain", "container", "adds", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("width", "sublayers", "blocks", "reads", "parameters"):
-        table.add_column(name, justify="right")
-    for chain in report.chains:
-        runs = [f"{len(list(group))} × {size}" for size, group in groupby(chain.blocks)]
-        table.add_row(
-            f"{chain.index}" if chain.rewritten else f"{chain.index} (not selected)",
-            Text(chain.container or "the model itself"),
-            Text(", ".join(f"{count} in {owner}" for owner, count in chain.owners.items())),
-            f"{chain.width}",
-            f"{chain.sublayers}",
-            " + ".join(runs),
-            f"{chain.reads}",
-            f"{chain.parameters:,}",
-        )
-    return table
-
-
-def _places(report: AttnResReport) -> Table:
-    table = Table("chain", "source", "first add", box=SIMPLE_HEAD, pad_edge=False)
-    for chain in report.chains:
-        table.add_row(f"{chain.index}", Text(f"starts {chain.source}"), Text(_short(chain.where)))
-    return table
-
-
-def _refused(report: AttnResReport) -> Table:
-    table = Table("refused because", "times", "first at", box=SIMPLE_HEAD, pad_edge=False)
-    first = {refusal.reason: refusal.where for refusal in reversed(report.refused)}
-    for reason, times in Counter(refusal.reason for refusal in report.refused).items():
-        table.add_row(Text(reason), f"{times}", Text(_short(first[reason])))
-    return table
-
-
-def _checks(checks: Sequence[Check]) -> Table:
-    table = Table("", "check", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("error", "allowed"):
-        table.add_column(name, justify="right")
-    for check in checks:
-        mark = Text("✓", "green") if check.passed else Text("✗", "red")
-        table.add_row(mark, Text(check.name), f"{check.error:.1e}", f"{check.tolerance:.0e}")
-    return table
-
-
-def _short(where: str) -> str:
-    """A source location without the part of the path that says nothing: that of the installation, or of this folder."""
-    installed = where.rpartition("site-packages/")[2]
-    return installed.removeprefix(f"{os.getcwd()}/")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, fx
@@ -17,7 +17,7 @@ from attnres_compile.capture.trace import Captured, from_graph, from_program
 from attnres_compile.chains import ResidualChain
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes.base import Subject, run
-from attnres_compile.passes.pipelines import GRAPH
+from attnres_compile.passes.pipelines import GRAPH, OPTIMIZE
 from attnres_compile.passes.rewrite_chains import Parameters, RewriteChains
 from attnres_compile.reads import ChainReads, DepthReads
 
@@ -51,19 +51,34 @@ def _mutates(node: fx.Node) -> bool:
 
 def rewrite_graph(subject: Subject) -> fx.GraphModule:
     """The graph module with its chains rewritten; the reads are its ``attnres``."""
-    module = subject.module
-    module.add_module(ATTRIBUTE, ChainReads())
+    run((rewriting(subject),), subject)
+    return subject.module
+
+
+def rewriting(subject: Subject) -> RewriteChains:
+    """The pass that rewrites the chains of a graph module and adds their reads to it."""
+    reads = ChainReads()
+    subject.module.add_module(ATTRIBUTE, reads)
 
     def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
-        reads = reads_for(chain, subject.config)
-        module.get_submodule(ATTRIBUTE).append(reads)  # type: ignore[operator]
-        first = next(node for node in module.graph.nodes if node.op != "placeholder")
-        return parameter_nodes(
-            reads, chain, lambda name: module.graph.get_attr(name), module.graph.inserting_before(first)
-        )
+        own = reads_for(chain, subject.config)
+        reads.append(own)
+        # Before the source, which may be an input itself.
+        where = module.graph.inserting_before(next(iter(module.graph.nodes)))
+        return parameter_nodes(own, chain, lambda name: module.graph.get_attr(name), where)
 
-    run((RewriteChains(parameters),), subject)
-    return module
+    return RewriteChains(parameters)
+
+
+def pass_by_pass(captured: Captured, config: AttnResConfig) -> Iterator[tuple[str, str | None]]:
+    """The name of each pass, in order, and the graph's text after it; None where the pass left the graph as it was."""
+    subject = Subject(fx.GraphModule(captured.module, copy.deepcopy(captured.module.graph)), config)
+    before = str(subject.module.graph)
+    for step in (*GRAPH, rewriting(subject), *OPTIMIZE):
+        run((step,), subject)
+        after = str(subject.module.graph)
+        yield type(step).__name__, None if after == before else after
+        before = after
 
 
 def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:

@@ -17,6 +17,8 @@ R = TypeVar("R")
 
 NAMESPACE = "attnres_compile"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+# Each operator as it is in Python, for what a compiled kernel of the same name does not take.
+IN_PYTHON = torch.library.Library(f"{NAMESPACE}_python", "DEF")
 # Per operator what it computes, in PyTorch's own operators when the tensors are fake.
 IMPLEMENTATIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
@@ -26,8 +28,25 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, _without_autocast(implementation), "CompositeExplicitAutograd")
+    _define_in_python(schema, implementation)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     IMPLEMENTATIONS[getattr(torch.ops.attnres_compile, name).default] = implementation
+
+
+def _define_in_python(schema: str, implementation: Callable[..., Any]) -> None:
+    """The twin in `IN_PYTHON`; of a list and a tensor it makes one list, since C++ gets nothing else in one piece."""
+    arguments, _, results = schema.rpartition(" -> ")
+    function = implementation
+    if "Tensor[]" in results:
+        results = "Tensor[]"
+
+        @wraps(implementation)
+        def function(*args: Any) -> list[Tensor]:
+            grads, last = implementation(*args)
+            return [*grads, last]
+
+    IN_PYTHON.define(f"{arguments} -> {results}")
+    IN_PYTHON.impl(schema.partition("(")[0], _without_autocast(function), "CompositeExplicitAutograd")
 
 
 def differentiate(name: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> None:

@@ -23,7 +23,7 @@ class Norm:
         weight: ``[d]``, or None for ones.
         bias: ``[d]``, or None for zeros.
         eps: added to the mean square or variance.
-        nodes: what computes it, in order; the last is the result, the others have no user outside.
+        nodes: what computes it, in order; the last is the result, the others have no user outside but checks.
     """
 
     kind: Literal["rms", "layer"]
@@ -35,7 +35,16 @@ class Norm:
 
 def norm_of(x: fx.Node) -> Norm | None:
     """The norm that is the only reader of ``x [..., d]``, or None."""
-    return _called(x) or _spelled_out(x)
+    norm = _called(x) or _spelled_out(x)
+    if norm is None:
+        return None
+    inside = (x, *norm.nodes[:-1])
+    return norm if all(user in norm.nodes for node in inside for user in node.users if not is_check(user)) else None
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether a node only checks what the graph says: exported programs have one in front of every cast."""
+    return node.target is torch.ops.aten._assert_tensor_metadata.default
 
 
 def _called(x: fx.Node) -> Norm | None:
@@ -51,21 +60,26 @@ def _called(x: fx.Node) -> Norm | None:
         return None
     eps = given.get("eps", 1e-5 if name == "layer_norm" else None)
     if eps is None:
-        eps = torch.finfo(x.meta["val"].dtype).eps
+        eps = torch.finfo(compute_dtype(x.meta["val"].dtype)).eps
     return Norm("layer" if name == "layer_norm" else "rms", given.get("weight"), given.get("bias"), eps, (node,))
 
 
 def _spelled_out(x: fx.Node) -> Norm | None:
     """``x * rsqrt(mean(x^2) + eps)``, with casts around it and a weight or a bias after it."""
     nodes: list[fx.Node] = []
-    wide = _after_cast(x, nodes)
     wanted = x.meta["val"].dtype
+    wide = squared = _after_cast(x, nodes)
+    cast = next((user for user in x.users if _is_cast(user, x)), None)
+    if wide is x and cast is not None:
+        # T5 casts for the mean alone.
+        squared = cast
+        nodes.append(cast)
     # In fp64 a cast to fp32 is part of what the model computes.
-    if wide.meta["val"].dtype not in (wanted, compute_dtype(wanted)) or len(wide.users) != 2:
+    if squared.meta["val"].dtype not in (wanted, compute_dtype(wanted)):
         return None
-    square = next((user for user in wide.users if _is_square(user, wide)), None)
+    square = next((user for user in squared.users if _is_square(user, squared)), None)
     mean = _only_user(square)
-    if mean is None or not _is_mean(mean):
+    if square is None or mean is None or not _is_mean(mean):
         return None
     shifted = _only_user(mean)
     eps = _added_number(shifted, mean)
@@ -75,23 +89,27 @@ def _spelled_out(x: fx.Node) -> Norm | None:
     result = _only_user(inverse)
     if result is None or _name(result) != "mul" or {*result.args} != {wide, inverse}:
         return None
-    assert square is not None
     nodes += [square, mean, shifted, inverse, result]
-    result = _after_cast(result, nodes)
+    result = _after_cast(result, nodes, wanted)
     weight, result = _with_vector("mul", result, nodes, x)
     bias, result = _with_vector("add", result, nodes, x)
-    result = _after_cast(result, nodes)
+    _after_cast(result, nodes, wanted)
     return Norm("rms", weight, bias, eps, tuple(nodes))
 
 
-def _after_cast(x: fx.Node, nodes: list[fx.Node]) -> fx.Node:
+def _after_cast(x: fx.Node, nodes: list[fx.Node], dtype: torch.dtype | None = None) -> fx.Node:
+    """What ``x`` is cast to, if that is all that happens to it (and is of this dtype)."""
     user = _only_user(x)
-    if user is None or _name(user) not in CASTS or _first(user) is not x or not _nodes.is_float(user):
-        return x
-    if user.meta["val"].device != x.meta["val"].device:
+    if user is None or not _is_cast(user, x) or dtype not in (None, user.meta["val"].dtype):
         return x
     nodes.append(user)
     return user
+
+
+def _is_cast(node: fx.Node, x: fx.Node) -> bool:
+    if _name(node) not in CASTS or _first(node) is not x or not _nodes.is_float(node):
+        return False
+    return bool(node.meta["val"].device == x.meta["val"].device)
 
 
 def _with_vector(name: str, x: fx.Node, nodes: list[fx.Node], source: fx.Node) -> tuple[fx.Node | None, fx.Node]:
@@ -135,10 +153,10 @@ def _is_inverse_root(node: fx.Node) -> bool:
 
 
 def _only_user(node: fx.Node | None) -> fx.Node | None:
-    if node is None or len(node.users) != 1:
-        return None
-    user = next(iter(node.users))
-    return None if user.op == "output" else user
+    """The one that reads a value; checks and ``y.type_as(x)`` ask ``x`` for its dtype alone."""
+    users = [] if node is None else [u for u in node.users if not is_check(u)]
+    users = [u for u in users if _name(u) != "type_as" or _first(u) is node]
+    return users[0] if len(users) == 1 and users[0].op != "output" else None
 
 
 def _first(node: fx.Node) -> Any:

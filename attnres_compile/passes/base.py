@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from attnres_compile.chains import Refusal, ResidualChain
 from attnres_compile.config import AttnResConfig
+from attnres_compile.passes._emit import STAMP
 
 
 @dataclass
@@ -41,4 +44,14 @@ def run(pipeline: Sequence[Pass], subject: Subject) -> Subject:
     for step in pipeline:
         if step(subject):
             subject.module.graph.lint()
+            _check_values(subject.module.graph, step)
     return subject
+
+
+def _check_values(graph: fx.Graph, step: Pass) -> None:
+    """Every later pass, and the compiler behind, go by the values of the nodes that a pass added."""
+    for node in graph.nodes:
+        tensors = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+        if STAMP in node.meta and ("val" not in node.meta or not all(isinstance(v, FakeTensor) for v in tensors)):
+            where = f"{node.name}, which {node.meta[STAMP]} added"
+            raise AssertionError(f"after {type(step).__name__}: {where}, has no fake value")

@@ -26,7 +26,7 @@ from torch import fx
 
 from attnres_compile.arithmetic import as_addition, operation_name
 from attnres_compile.passes._emit import emit, replace
-from attnres_compile.passes._norms import norm_of
+from attnres_compile.passes._norms import is_check, norm_of
 from attnres_compile.passes.base import Subject
 
 aten = torch.ops.aten
@@ -85,6 +85,8 @@ def _fuse(merge: fx.Node) -> bool:
         total, result = (emit(NAME, last, operator.getitem, both, i) for i in range(2))
     replace(last, result)
     for node in (*reversed(norm.nodes[:-1]), *([] if read is merge else [read]), merge):
+        for check in list(node.users):
+            merge.graph.erase_node(check)
         merge.graph.erase_node(node)
     if terms is not None:
         replace(partial, total)  # type: ignore[arg-type]
@@ -103,10 +105,10 @@ def _phase(o: Any) -> fx.Node | None:
 
 def _uncast(merge: fx.Node, dtype: torch.dtype) -> fx.Node:
     """The merge, or its cast to the dtype of the stream where there is no partial sum to take the dtype from."""
-    user = next(iter(merge.users), None)
-    if len(merge.users) != 1 or user is None or user.target is not aten.to.dtype or merge.meta["val"].dtype == dtype:
+    users = [user for user in merge.users if not is_check(user)]
+    if len(users) != 1 or users[0].target is not aten.to.dtype or merge.meta["val"].dtype == dtype:
         return merge
-    return user
+    return users[0]
 
 
 def _terms(partial: Any, merge: fx.Node, last: fx.Node) -> _Terms | None:

@@ -68,6 +68,8 @@ def _tokens(node: fx.Node) -> int:
 
 
 def _lower(node: fx.Node, decompositions: Decompositions | None, known: Known) -> None:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    implementation = IMPLEMENTATIONS[node.target]
     leaves, structure = pytree.tree_flatten(node.args)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
 
@@ -75,11 +77,11 @@ def _lower(node: fx.Node, decompositions: Decompositions | None, known: Known) -
         given = list(leaves)
         for i, tensor in zip(at, tensors, strict=True):
             given[i] = tensor
-        return IMPLEMENTATIONS[node.target](*pytree.tree_unflatten(given, structure))
+        return implementation(*pytree.tree_unflatten(given, structure))
 
     operands = [leaves[i] for i in at]
     values = [operand.meta["val"] for operand in operands]
-    traced = make_fx(function, dict(decompositions or {}), tracing_mode="symbolic")(*values)  # type: ignore[arg-type]
+    traced = make_fx(function, dict(decompositions or {}), tracing_mode="symbolic")(*values)
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     copies = dict(zip(placeholders, operands, strict=True))
     with node.graph.inserting_before(node):

@@ -44,5 +44,5 @@ class RemoveDead:
 def _only_returns(node: fx.Node) -> bool:
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
-    # fx's own rule takes every method and every Python function for pure.
-    return isinstance(node.target, torch._ops.OpOverload) and not node.is_impure()
+    # fx's own rule takes every method, every Python function and some checks for pure.
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.returns) and not node.is_impure()

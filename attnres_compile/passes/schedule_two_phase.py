@@ -14,9 +14,10 @@ After::
     %h2 = merge(%o[1], %m[1], %l[1], %p1, %q2, %k2, eps, 3.0)
     %h3 = merge(%o[2], %m[2], %l[2], %p2, %q3, %k3, eps, 3.0)
 
-Assumes nothing about blocks: reads in a row share a first phase when their sources are the same but for the last one.
-That finds the blocks of Block AttnRes, and pairs of reads in Full AttnRes. Leaves a read that shares with no other as
-it is. The first phase is placed in front of the first read, so that its results live shortest.
+Assumes that nothing writes to a source, but nothing about blocks: reads in a row share a first phase when their
+sources are the same but for the last one. That finds the blocks of Block AttnRes, and pairs of reads in Full AttnRes.
+Leaves a read that shares with no other as it is. The first phase is placed in front of the first read, so that its
+results live shortest.
 """
 
 from __future__ import annotations
@@ -69,15 +70,13 @@ def _groups(graph: fx.Graph) -> Iterator[tuple[Sources, list[fx.Node]]]:
 
 def _group(shared: set[Sources], reads: list[fx.Node]) -> Iterator[tuple[Sources, list[fx.Node]]]:
     if len(reads) > 1:
-        # One shared source is read as cheaply with the last one.
-        longest = max(shared, key=len)
-        if len(longest) > 1:
-            yield longest, reads
+        yield max(shared, key=len), reads
 
 
 def _prefixes(read: fx.Node) -> set[Sources]:
     sources: Any = tuple(read.args[0])  # type: ignore[arg-type]
-    return {sources, sources[:-1]}
+    # One shared source is read as cheaply with the last one, and must not keep a read from the next group.
+    return {prefix for prefix in (sources, sources[:-1]) if len(prefix) > 1}
 
 
 def _alike(first: fx.Node, read: fx.Node) -> bool:
@@ -109,13 +108,17 @@ def _gathered(vectors: Sequence[Any], before: fx.Node) -> fx.Node:
     """The vectors as rows of one matrix: a slice where they are rows of one already, which costs nothing."""
     for vector in vectors:
         _hoist(vector, before)
-    matrix, *_, start = vectors[0].args or (None, None)
-    rows: list[Any] = []
-    if isinstance(start, int):
-        rows = [(aten.select.int, (matrix, 0, start + i)) for i in range(len(vectors))]
-    if rows == [(vector.target, vector.args) for vector in vectors]:
+    matrix, start = _row(vectors[0])
+    if [_row(vector) for vector in vectors] == [(matrix, start + i) for i in range(len(vectors))] and start >= 0:
         return emit(NAME, before, aten.slice.Tensor, matrix, 0, start, start + len(vectors))
     return emit(NAME, before, aten.stack.default, list(vectors))
+
+
+def _row(vector: fx.Node) -> tuple[Any, int]:
+    """The matrix that a vector is a row of, and which; -1 if it is none."""
+    if vector.target is not aten.select.int or vector.args[1] != 0 or not isinstance(vector.args[2], int):
+        return None, -1
+    return vector.args[0], vector.args[2]
 
 
 def _movable(vector: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""The C functions and structures of `kernels.cpp`, as ctypes sees them."""
+"""The C functions and structures of `arguments.h` and `kernels.cpp`, as ctypes sees them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "attnres_inter_block": (_READ, *[ADDRESS] * 3),
     "attnres_inter_block_backward": (_READ, *[ADDRESS] * 5),
     "attnres_merge": (_MERGE, ADDRESS),
+    "attnres_first_merge": (_MERGE, ADDRESS),
     "attnres_merge_backward": (_MERGE, *_ROWS, *[ADDRESS] * 5),
+    "attnres_merge_norm": (_MERGE, _NORM, ADDRESS),
     "attnres_add_merge_norm": (_MERGE, _NORM, *_ROWS, *[ADDRESS] * 2),
     "attnres_add_merge_norm_backward": (_MERGE, _NORM, *_ROWS, *_ROWS, *[ADDRESS] * 5),
 }

@@ -25,6 +25,7 @@ from typing import Final
 
 import torch
 
+from attnres_compile.ops.cpu import dispatcher
 from attnres_compile.ops.cpu.abi import declared
 
 STORAGE_TYPES: Final = {
@@ -59,6 +60,9 @@ def reason(dtype: torch.dtype = torch.float32) -> str:
 
 def forget() -> None:
     """Look for compiler, cache folder and switch again at the next `load`."""
+    if dispatcher.loaded is not None:
+        for dtype in STORAGE_TYPES:
+            dispatcher.install(dtype, None)
     _found.cache_clear()
 
 
@@ -73,19 +77,26 @@ def _found(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get(SWITCH, "1") == "0":
         return None, f"turned off by {SWITCH}=0"
     try:
-        return _built(f"-DATTNRES_STORAGE={STORAGE_TYPES[dtype]}"), ""
+        kernels = declared(_built(_SOURCE, [f"-DATTNRES_STORAGE={STORAGE_TYPES[dtype]}"]))
     except BuildError as error:
         return None, str(error)
+    if dispatcher.loaded is None:
+        with contextlib.suppress(BuildError):
+            dispatcher.loaded = _built(dispatcher.SOURCE, *dispatcher.options())
+    if dispatcher.loaded is not None:
+        dispatcher.install(dtype, kernels)
+    return kernels, ""
 
 
-def _built(storage: str) -> ctypes.CDLL:
+def _built(source: Path, defines: list[str], links: list[str] | None = None) -> ctypes.CDLL:
     compiler = _compiler()
     problems: list[str] = []
     for optional in _OPTIONAL:
-        options = [*_OPTIONS, *optional, storage, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-        for folder in _folders(_key(compiler, options)):
+        options = [*_OPTIONS, *optional, *defines, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+        links = [*(links or []), *_openmp_options(options)]
+        for folder in _folders(_key(source, compiler, options, links)):
             try:
-                return _library(folder, compiler, options)
+                return _library(source, folder, [*compiler, *options], [*compiler, "-shared"], links)
             except subprocess.CalledProcessError as error:
                 problems.append(_first_error(error))
                 break
@@ -106,16 +117,16 @@ def _compiler() -> list[str]:
     return [found, *command[1:]]
 
 
-def _library(folder: Path, compiler: list[str], options: list[str]) -> ctypes.CDLL:
-    library = folder / "kernels.so"
+def _library(source: Path, folder: Path, compile_: list[str], link: list[str], links: list[str]) -> ctypes.CDLL:
+    library = folder / f"{source.stem}.so"
     if not library.exists():
         # Other processes may be building the same: each under its own name, and the last one's stays.
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
-            unfinished, compiled = Path(scratch, "kernels.so"), Path(scratch, "kernels.o")
-            _run([*compiler, *options, "-c", str(_SOURCE), "-o", str(compiled)])
-            _run([*compiler, "-shared", str(compiled), "-o", str(unfinished), *_openmp_options(options)])
+            unfinished, compiled = Path(scratch, library.name), Path(scratch, f"{source.stem}.o")
+            _run([*compile_, "-c", str(source), "-o", str(compiled)])
+            _run([*link, str(compiled), "-o", str(unfinished), *links])
             os.replace(unfinished, library)
-    return declared(ctypes.CDLL(str(library)))
+    return ctypes.CDLL(str(library))
 
 
 def _openmp_options(options: list[str]) -> list[str]:
@@ -144,16 +155,16 @@ def _first_error(error: subprocess.CalledProcessError) -> str:
     return lines[0].strip() if lines else f"exit status {error.returncode}"
 
 
-def _key(compiler: list[str], options: list[str]) -> str:
+def _key(source: Path, compiler: list[str], options: list[str], links: list[str]) -> str:
     """Everything that the library depends on."""
     digest = hashlib.sha256()
-    for source in sorted([_SOURCE, *_SOURCE.parent.glob("*.h")]):
-        digest.update(source.read_bytes())
+    for part in sorted([source, *source.parent.glob("*.h")]):
+        digest.update(part.read_bytes())
     try:
         version = _run([*compiler, "--version"])
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{shlex.join(compiler)} does not run: {error}") from error
-    parts = [*compiler, version, *options, *_openmp_options(options), platform.machine(), _processor()]
+    parts = [*compiler, version, torch.__version__, *options, *links, platform.machine(), _processor()]
     digest.update("\0".join(parts).encode())
     return digest.hexdigest()[:32]
 
@@ -172,7 +183,7 @@ def _folders(name: str) -> Iterator[Path]:
         home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         folder = Path(home, "attnres_compile", name)
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK) or (folder / "kernels.so").exists():
+        if os.access(folder, os.W_OK) or any(folder.glob("*.so")):
             yield folder
     with tempfile.TemporaryDirectory(prefix="attnres_compile-") as temporary:
         yield Path(temporary)

@@ -1,5 +1,6 @@
 // The functions that Python calls. Strides are in elements; results are contiguous; a null pointer is an absent tensor.
 
+#include "arguments.h"
 #include "merge.h"
 #include "read.h"
 
@@ -10,34 +11,6 @@ using namespace attnres;
 // One library per storage type: few programs need more than one, and each takes its time to compile.
 using T = ATTNRES_STORAGE;
 using A = Compute<T>;
-
-extern "C" {
-
-struct ReadArguments {
-  int64_t threads, n, reads, tokens, d;
-  double eps, scale;
-  const void* const* sources;
-  const int64_t* strides;
-  const void* keys;
-};
-
-struct MergeArguments {
-  int64_t threads, tokens, d;
-  double eps, scale;
-  const void* o;
-  int64_t o_stride;
-  const void *m, *l, *partial;
-  int64_t partial_stride;
-  const void* key;
-};
-
-struct NormArguments {
-  const void *weight, *bias;
-  double eps;
-  int32_t centred;
-};
-
-}  // extern "C"
 
 namespace {
 
@@ -96,6 +69,11 @@ ATTNRES_EXPORT void attnres_merge(const MergeArguments* in, void* out) {
   merge(in->threads, merged(*in), static_cast<T*>(out));
 }
 
+// The mixture alone, in the compute type, where there is no partial sum to take the storage type from.
+ATTNRES_EXPORT void attnres_first_merge(const MergeArguments* in, void* out) {
+  first_merge(in->threads, merged(*in), static_cast<A*>(out));
+}
+
 ATTNRES_EXPORT void attnres_merge_backward(const MergeArguments* in, const void* grad, int64_t grad_stride,
                                            void* grad_o, void* grad_m, void* grad_l, void* grad_partial,
                                            void* grad_key) {
@@ -107,6 +85,11 @@ ATTNRES_EXPORT void attnres_add_merge_norm(const MergeArguments* in, const NormA
                                            int64_t branch_stride, void* total, void* out) {
   add_merge_norm(in->threads, merged(*in), static_cast<const T*>(branch), branch_stride, norm_of(*norm_in),
                  static_cast<T*>(total), static_cast<T*>(out));
+}
+
+ATTNRES_EXPORT void attnres_merge_norm(const MergeArguments* in, const NormArguments* norm_in, void* out) {
+  add_merge_norm(in->threads, merged(*in), static_cast<const T*>(nullptr), 0, norm_of(*norm_in),
+                 static_cast<T*>(nullptr), static_cast<T*>(out));
 }
 
 ATTNRES_EXPORT void attnres_add_merge_norm_backward(const MergeArguments* in, const NormArguments* norm_in,

@@ -65,6 +65,28 @@ void merge(int threads, const Merged<T>& in, T* out) {
 }
 
 template <class T>
+void first_merge(int threads, const Merged<T>& in, Compute<T>* out) {
+  using A = Compute<T>;
+  constexpr int U = 4, L = kLanes<A>;
+  const int64_t d = in.d;
+  const bool past_cache = prepare(out, in.tokens, d);
+#pragma omp parallel num_threads(useful_threads(threads, in.tokens* d))
+  {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < in.tokens; ++token) {
+      const A* o = in.o_row(token);
+      const A a = static_cast<A>(in.scale / in.l[token]);
+      strips<A, U>(d, [&](int64_t j, auto count, int lanes) ATTNRES_LAMBDA {
+        each<decltype(count)::value>([&](auto u) ATTNRES_LAMBDA {
+          store(out + token * d + j + u * L, a * load(o + j + u * L, lanes), lanes, past_cache);
+        });
+      });
+    }
+    finish_stores();
+  }
+}
+
+template <class T>
 struct MergeGradients {
   using A = Compute<T>;
   A *o, *m, *l;
@@ -142,7 +164,7 @@ inline void scale_row(A* h, A factor, A added, int64_t d) {
   });
 }
 
-// h = scale (a o + b x), normalised in place; returns the factor of the norm.
+// h = scale (a o + b x), or scale a o without an x, normalised in place; returns the factor of the norm.
 template <class T>
 inline double normalised_mixture(const Merged<T>& in, int64_t token, const Coefficients& c, const T* x, double norm_eps,
                                  bool centred, Compute<T>* h) {
@@ -154,7 +176,8 @@ inline double normalised_mixture(const Merged<T>& in, int64_t token, const Coeff
   Vec<A> sum[4] = {};
   strips<A, 4>(d, [&](int64_t j, auto count, int lanes) ATTNRES_LAMBDA {
     each<decltype(count)::value>([&](auto u) ATTNRES_LAMBDA {
-      const Vec<A> v = a * load(o + j + u * L, lanes) + b * load(x + j + u * L, lanes);
+      Vec<A> v = a * load(o + j + u * L, lanes);
+      if (x) v += b * load(x + j + u * L, lanes);
       sum[u] += v;
       store(h + j + u * L, v, lanes, false);
     });
@@ -171,7 +194,7 @@ inline double normalised_mixture(const Merged<T>& in, int64_t token, const Coeff
   return r;
 }
 
-// in.partial is not read: the partial sum is the one that goes to `total`.
+// The partial sum is the one that goes to `total`, or without a branch in.partial, which may be null too.
 template <class T>
 void add_merge_norm(int threads, const Merged<T>& in, const T* branch, int64_t branch_stride,
                     const Norm<Compute<T>>& norm, T* total, T* out) {
@@ -180,21 +203,26 @@ void add_merge_norm(int threads, const Merged<T>& in, const T* branch, int64_t b
   const int64_t d = in.d;
   const bool past_cache = prepare(out, in.tokens, d);
   // Not past the cache, since the next step reads it.
-  prepare(total, in.tokens, d);
+  if (branch) prepare(total, in.tokens, d);
 #pragma omp parallel num_threads(useful_threads(threads, in.tokens* d))
   {
     std::vector<A> h(d);
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < in.tokens; ++token) {
-      const T *partial = in.partial_row(token), *added = branch + token * branch_stride;
-      T* x = total + token * d;
-      strips<A, 4>(d, [&](int64_t j, auto count, int lanes) ATTNRES_LAMBDA {
-        each<decltype(count)::value>([&](auto u) ATTNRES_LAMBDA {
-          const int64_t at = j + u * L;
-          store(x + at, load(partial + at, lanes) + load(added + at, lanes), lanes, false);
+      const T* x = in.partial ? in.partial_row(token) : nullptr;
+      if (branch) {
+        const T *partial = x, *added = branch + token * branch_stride;
+        T* sum = total + token * d;
+        strips<A, 4>(d, [&](int64_t j, auto count, int lanes) ATTNRES_LAMBDA {
+          each<decltype(count)::value>([&](auto u) ATTNRES_LAMBDA {
+            const int64_t at = j + u * L;
+            store(sum + at, load(partial + at, lanes) + load(added + at, lanes), lanes, false);
+          });
         });
-      });
-      normalised_mixture<T>(in, token, coefficients<T>(in, token, x), x, norm.eps, norm.centred, h.data());
+        x = sum;
+      }
+      const Coefficients c = x ? coefficients<T>(in, token, x) : Coefficients{1 / static_cast<double>(in.l[token])};
+      normalised_mixture<T>(in, token, c, x, norm.eps, norm.centred, h.data());
       strips<A, 4>(d, [&](int64_t j, auto count, int lanes) ATTNRES_LAMBDA {
         each<decltype(count)::value>([&](auto u) ATTNRES_LAMBDA {
           const int64_t at = j + u * L;
