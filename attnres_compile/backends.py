@@ -145,7 +145,7 @@ class AttnResBackend:
                 # Under autocast the source's dtype is not that of the parameters.
                 reads.to(owner.dtype)
             self._reads.append(reads)
-        return known[key]  # type: ignore[no-any-return]
+        return known[key]
 
     def _no_chain(self, reason: str) -> None:
         text = f"no residual chain of this graph can be given depth attention: {reason}"

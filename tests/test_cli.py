@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from attnres_compile.cli import main
 from attnres_compile.cli_models import RECORD, WEIGHTS
+from attnres_compile.passes.pipelines import GRAPH, OPTIMIZE
 from tests import cli_models_material as material
 
 GPT, BERT = (f"{material.__name__}:{name}" for name in ("gpt", "bert"))
@@ -109,6 +110,21 @@ def test_options_reach_the_report(run: Run) -> None:
     assert result.code == 0
     assert result.report["chains"][0]["blocks"] == [2, 2]
     assert result.report["parameters"] == PARAMETERS // 2
+
+
+def test_inspect_prints_the_graph_after_each_pass(run: Run) -> None:
+    result = run("inspect", GPT, "--passes", "--block-size", "2")
+    assert result.code == 0
+    headings = [line for line in result.out.splitlines() if line.startswith("# ")]
+    passes = (*GRAPH, "RewriteChains", *OPTIMIZE)
+    assert [next(word for word in line.split() if word[0].isupper()) for line in headings] == [
+        step if isinstance(step, str) else type(step).__name__ for step in passes
+    ]
+    texts = dict(zip(headings, result.out.split("\n# ")[1:], strict=True))
+    assert "attnres_compile.merge.default" in texts["# after RewriteChains"]
+    fused = texts["# after FuseNeighbours"]
+    assert "attnres_compile.add_merge_norm.default" in fused or "attnres_compile.merge_norm.default" in fused
+    assert "# ScheduleTwoPhase leaves the graph as it is" in headings
 
 
 def test_inspect_of_a_post_norm_model_gives_the_reason(run: Run) -> None:

@@ -24,12 +24,14 @@ class Subject:
         config: the options.
         chains: residual chains in execution order.
         refusals: candidates that are no chain, with the reason.
+        edited: whether the graph is ahead of the module's code; a pass that edits the graph says so.
     """
 
     module: fx.GraphModule
     config: AttnResConfig
     chains: list[ResidualChain] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    edited: bool = False
 
 
 class Pass(Protocol):
@@ -45,6 +47,10 @@ def run(pipeline: Sequence[Pass], subject: Subject) -> Subject:
         if step(subject):
             subject.module.graph.lint()
             _check_values(subject.module.graph, step)
+    if subject.edited:
+        # Once: generating the code of a deep model takes longer than a pass does.
+        subject.module.recompile()
+        subject.edited = False
     return subject
 
 

@@ -65,7 +65,7 @@ class FoldKeyNorm:
             node.update_arg(at + 1, None)
             modified = True
         if modified:
-            module.recompile()
+            subject.edited = True
         return modified
 
 

@@ -52,7 +52,7 @@ class FuseNeighbours:
         for merge in list(subject.module.graph.find_nodes(op="call_function", target=ops.merge.default)):
             modified |= _fuse(merge)
         if modified:
-            subject.module.recompile()
+            subject.edited = True
         return modified
 
 

@@ -55,7 +55,7 @@ class InlineRegions:
                 inline(subject.module, node)
             modified = True
         if modified:
-            subject.module.recompile()
+            subject.edited = True
         return modified
 
 

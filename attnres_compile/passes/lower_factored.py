@@ -57,7 +57,7 @@ class LowerFactored:
         for node in small:
             _lower(node, self.decompositions, known)
         if small:
-            subject.module.recompile()
+            subject.edited = True
         return bool(small)
 
 

@@ -37,7 +37,7 @@ class RemoveDead:
                 subject.module.graph.erase_node(node)
                 modified = True
         if modified:
-            subject.module.recompile()
+            subject.edited = True
         return modified
 
 

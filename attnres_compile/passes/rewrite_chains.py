@@ -57,7 +57,6 @@ class RewriteChains:
             return False
         parameters = [self.parameters(subject.module, chain) for chain in chains]
         subject.module.graph = _Rewriter(subject.module, chains, parameters).run()
-        subject.module.recompile()
         subject.chains = []
         return True
 

@@ -50,7 +50,7 @@ class ScheduleTwoPhase:
         for shared, reads in groups:
             _schedule(shared, reads)
         if groups:
-            subject.module.recompile()
+            subject.edited = True
         return bool(groups)
 
 

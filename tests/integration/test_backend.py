@@ -146,23 +146,9 @@ def test_generation() -> None:
 
 
 def tokens_and_logits(model: Any) -> tuple[Tensor, Tensor]:
-    options = {"return_dict_in_generate": True, "output_logits": True, "cache_implementation": "static"}
+    options = {"cache_implementation": "static", "return_dict_in_generate": True, "output_logits": True}
     output: Any = generate(model, prompt("llama"), **options)
     return output.sequences, torch.stack(output.logits)
-
-
-@pytest.mark.slow
-def test_generation_of_a_model_without_reads() -> None:
-    """Prompt and single tokens are different graphs with the same parameters."""
-    original, model = pair("llama", random=True)
-    backend, _ = recording()
-    original.compile(backend=backend)
-    tokens_and_logits(original)
-    backend.load_state_dict(attnres_parameters(model))
-    expected, actual = (tokens_and_logits(each) for each in (model, original))
-    assert torch.equal(actual[0], expected[0])
-    assert_close(actual[1], expected[1])
-    assert len(list(backend.parameters())) == 2
 
 
 def test_checkpointing() -> None:
@@ -185,31 +171,26 @@ class PostNorm(Net):
 
     def middle(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = self.norm(x + layer.f(x))
+            x = self.norm(x + layer(x))
         return x
 
 
 PLAIN = (lambda: nn.Sequential(nn.Linear(5, WIDTH), nn.ReLU(), Branch()), "no sum of a value and a branch")
-HIDDEN = (lambda: PostNorm(2), "post-norm")
+HIDDEN = (lambda: PostNorm(2, Branch), "post-norm")
 
 
 @pytest.mark.parametrize(("build", "reason"), [PLAIN, HIDDEN], ids=["no sum", "norm after each sum"])
 def test_no_chain(build: Callable[[], nn.Module], reason: str) -> None:
-    model = seeded(build)
-    graphs = Graphs()
+    model, graphs = seeded(build), Graphs()
     call = torch.compile(model, backend=AttnResBackend(inner=graphs), dynamic=False)
     with pytest.warns(UserWarning, match=reason) as record:
-        for size in SHAPES:
-            assert torch.equal(call(noise(*size, 5)), model(noise(*size, 5)))
+        for shape in SHAPES:
+            assert torch.equal(call(noise(*shape, 5)), model(noise(*shape, 5)))
     assert len(record) == 1 and "compiled as it is" in str(record[0].message)
     assert len(graphs.found) == 2 and not operators(graphs)
-
-
-@pytest.mark.parametrize(("build", "reason"), [PLAIN, HIDDEN], ids=["no sum", "norm after each sum"])
-def test_no_chain_is_an_error_where_strict(build: Callable[[], nn.Module], reason: str) -> None:
-    call = torch.compile(seeded(build), backend=AttnResBackend(CONFIG, inner=Graphs()))
+    strict = torch.compile(model, backend=recording()[0])
     with pytest.raises(BackendCompilerFailed, match=reason) as caught:
-        call(noise(2, 7, 5))
+        strict(noise(2, 7, 5))
     assert isinstance(caught.value.inner_exception, ac.RefusedError)
 
 
@@ -296,13 +277,6 @@ def test_a_broken_graph_of_a_transformed_model(build: Callable[[], nn.Module]) -
     assert len(graphs.found) > 1 and not list(backend.parameters())
 
 
-@pytest.mark.parametrize("build", [lambda: Before(2), lambda: After(2)], ids=["before", "after"])
-def test_a_broken_graph_is_an_error_where_strict(build: Callable[[], nn.Module]) -> None:
-    backend, _ = recording()
-    with pytest.raises(BackendCompilerFailed, match="Dynamo broke the graph at"):
-        torch.compile(seeded(build), backend=backend)(noise(2, 7, 5))
-
-
 # Twins in one process
 
 
@@ -350,6 +324,7 @@ def test_a_twin_after_the_original(pickled: bool, request: pytest.FixtureRequest
     backend, _ = recording(ac.AttnResConfig(num_blocks=2))
     assert_close(torch.compile(original, backend=backend)(x), original(x))
     twin = torch.load(file, weights_only=False) if pickled else ac.transform(original, x, num_blocks=2, verify="off")
+    assert not torch._dynamo.config.skip_nnmodule_hook_guards
     randomise(twin)
     assert relative_error(twin(x), original(x)) > 1e-3
     assert_close(torch.compile(twin, backend=backend)(x), twin(x))
@@ -381,39 +356,21 @@ def test_what_the_cache_key_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LowerReads(0, None).uuid() not in keys
 
 
-def test_the_digest_is_of_every_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    digest: Any = inductor._digest
-    monkeypatch.setattr(inductor, "__file__", str(tmp_path / "inductor.py"))
-    found = []
-    for path, text in (("inductor.py", "1"), ("ops/triton/a.py", "2"), ("ops/triton/a.py", "3"), ("notes.txt", "4")):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-        torch._inductor.custom_graph_pass.get_hash_for_files.cache_clear()
-        found.append(digest.__wrapped__())
-    assert len(set(found)) == 3 and found[3] == found[2]
-
-
-@pytest.fixture
-def fresh_caches() -> Iterator[None]:
-    with fresh_cache():
-        yield
-
-
-def test_compiled_twice(fresh_caches: None) -> None:
+def test_compiled_twice() -> None:
     """The second time everything comes from the caches, and is right; a user's pass without a name prevents that."""
     x = noise(2, 7, 5)
     model = ac.transform(seeded(lambda: Net(1)), x, num_blocks=2, verify="off")
     randomise(model)
     hits = []
-    for slot in (None, None, Own(None)):
-        torch._dynamo.reset()
-        counters.clear()
-        options = {} if slot is None else {inductor.SLOT: slot}
-        with torch.no_grad():
-            assert_close(torch.compile(model, backend="attnres", fullgraph=True, options=options)(x), model(x))
-        hits.append((counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]))
-    assert hits[0] == hits[2] == (0, 0)
-    assert max(hits[1]) == 1
+    with fresh_cache():
+        for slot in (None, None, Own(None)):
+            torch._dynamo.reset()
+            counters.clear()
+            options: Any = {} if slot is None else {inductor.SLOT: slot}
+            with torch.no_grad():
+                assert_close(torch.compile(model, backend="attnres", fullgraph=True, options=options)(x), model(x))
+            hits.append((counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]))
+    assert hits == [(0, 0), (1, 1), (0, 0)]
     assert slot is not None and slot.calls == 1
 
 
