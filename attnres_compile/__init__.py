@@ -1,7 +1,8 @@
 """Attention Residuals (arXiv 2603.15031) for any PyTorch model: a compiler pass over its residual stream."""
 
 from attnres_compile import ops
-from attnres_compile.api import inspect, transform, verify
+from attnres_compile.api import inspect, pass_by_pass, transform, verify
+from attnres_compile.backends import AttnResBackend
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import (
     AttnResError,
@@ -19,6 +20,7 @@ from attnres_compile.report import AttnResReport
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttnResBackend",
     "AttnResConfig",
     "AttnResError",
     "AttnResReport",
@@ -32,6 +34,7 @@ __all__ = [
     "export_onnx",
     "inspect",
     "ops",
+    "pass_by_pass",
     "transform",
     "verify",
 ]
