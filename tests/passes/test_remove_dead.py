@@ -96,7 +96,7 @@ def python_function(x: Tensor) -> Tensor:
         ("call_function", python_function, ()),
         ("call_module", "linear", ()),
     ],
-    ids=lambda call: str(call[1]),
+    ids=lambda call: getattr(call[1], "__name__", str(call[1])),
 )
 def test_what_may_do_more_stays(call: tuple[str, Any, tuple[Any, ...]]) -> None:
     untouched((by_hand(call), []), RemoveDead())
