@@ -16,34 +16,37 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 
 from attnres_compile.config import AttnResConfig
-from attnres_compile.passes.base import Subject, run
+from attnres_compile.passes.base import Pass, Subject, run
+from attnres_compile.passes.keep_boundaries import KeepBoundaries
 from attnres_compile.passes.lower_factored import LowerFactored
+from attnres_compile.passes.sink_gradients import SinkGradients
 
-SLOT = "post_grad_custom_pre_pass"
+JOINT, POST_GRAD = "joint_custom_pre_pass", "post_grad_custom_pre_pass"
 # In inference, up to so many tokens generated code is faster than calls of kernels (measured with 1 and with 512).
 FEW_TOKENS = 1024
 
 
-class LowerReads(CustomGraphPass):
-    """The lowering as Inductor calls it, after the pass that the user had in the same place."""
+class InInductor(CustomGraphPass):
+    """A pipeline as Inductor calls it, after the passes that the user had in the same place."""
 
-    def __init__(self, tokens: int, before: Any) -> None:
-        """Lower up to so many tokens, after what is in the slot (or None)."""
-        self.tokens, self.before = tokens, before
+    def __init__(self, slot: str, pipeline: tuple[Pass, ...], options: Mapping[str, Any]) -> None:
+        """Run ``pipeline`` in one of Inductor's slots, after what ``options`` or its configuration have there."""
+        self.pipeline = pipeline
+        before = options.get(slot, getattr(inductor_config, slot))
+        self.before = tuple(before) if isinstance(before, list | tuple) else () if before is None else (before,)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Lower the operators of one graph: a forward's, or a backward's."""
-        if self.before is not None:
-            self.before(graph)
+        """Run over one graph: a joint one, a forward's, or a backward's."""
+        for before in self.before:
+            before(graph)
         module = graph.owning_module
         assert module is not None
-        lowering = LowerFactored(self.tokens, select_decomp_table())
-        run((lowering,), Subject(module, AttnResConfig()))
+        run(self.pipeline, Subject(module, AttnResConfig()))
 
     def uuid(self) -> Any:
         """Changes with every source file of this package: its gradients and kernels are in no graph."""
-        before = None if self.before is None else self.before.uuid()
-        return None if self.before is not None and before is None else (_digest(), self.tokens, before)
+        before = [None if not isinstance(p, CustomGraphPass) else p.uuid() for p in self.before]
+        return None if None in before else (_digest(), repr(self.pipeline), *before)
 
 
 def compile_module(
@@ -54,7 +57,14 @@ def compile_module(
     patches |= {key.replace("-", "_"): value for key, value in (options or {}).items()}
     # A gradient is many operations: generated code for it takes long to compile and keeps more than the kernels do.
     trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-    patches[SLOT] = LowerReads(0 if trains else FEW_TOKENS, patches.get(SLOT, getattr(inductor_config, SLOT)))
+    lowering = LowerFactored(0 if trains else FEW_TOKENS, select_decomp_table())
+    pipelines: dict[str, tuple[Pass, ...]] = {
+        # Before the forward and the backward are parted.
+        JOINT: (KeepBoundaries(),),
+        # After the lowering, which may add sums of its own.
+        POST_GRAD: (lowering, SinkGradients()),
+    }
+    patches |= {slot: InInductor(slot, pipeline, patches) for slot, pipeline in pipelines.items()}
     return compile_fx(module, inputs, config_patches=patches)
 
 

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import get_hash_for_files
 import attnres_compile as ac
 from attnres_compile import backends, inductor
 from attnres_compile.backends import AttnResBackend
-from attnres_compile.inductor import FEW_TOKENS, SLOT
+from attnres_compile.inductor import FEW_TOKENS, POST_GRAD
 from tests.integration.models import Graphs, assert_same_gradients, projection, randomise
 from tests.programs.parts import WIDTH, Net
 from tests.tolerances import assert_close, relative_error
@@ -163,13 +163,14 @@ def test_options_for_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(inductor, "compile_fx", compile_fx)
     model = transformed(net(1))
-    compiled(model, AttnResBackend(), options={"max-autotune": True, SLOT: own})(batch())
+    compiled(model, AttnResBackend(), options={"max-autotune": True, POST_GRAD: own})(batch())
     with torch.no_grad():
         compiled(model, AttnResBackend(), mode="reduce-overhead")(batch())
     training, inference = patches
-    assert training["max_autotune"] is True and training[SLOT].before is own and training[SLOT].tokens == 0
+    assert training["max_autotune"] is True and training[POST_GRAD].before == (own,)
+    assert training[POST_GRAD].pipeline[0].tokens == 0
     assert inference["triton.cudagraphs"] is True
-    assert inference[SLOT].before is None and inference[SLOT].tokens == FEW_TOKENS
+    assert inference[POST_GRAD].before == () and inference[POST_GRAD].pipeline[0].tokens == FEW_TOKENS
 
 
 def test_the_digest_is_of_every_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

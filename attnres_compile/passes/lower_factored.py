@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class LowerFactored:
     """
 
     tokens: float = math.inf
-    decompositions: Decompositions | None = None
+    decompositions: Decompositions | None = field(default=None, repr=False)
 
     def __call__(self, subject: Subject) -> bool:
         """Lower every operator that is small enough."""

@@ -19,7 +19,8 @@ import attnres_compile as ac
 from attnres_compile import inductor
 from attnres_compile.attach import guard_hooks
 from attnres_compile.backends import AttnResBackend
-from attnres_compile.inductor import FEW_TOKENS, LowerReads
+from attnres_compile.inductor import FEW_TOKENS, POST_GRAD, InInductor
+from attnres_compile.passes.lower_factored import LowerFactored
 from tests.integration.models import (
     BLOCKS,
     SHAPES,
@@ -347,13 +348,17 @@ class Own(CustomGraphPass):
         return self.key
 
 
+def in_inductor(tokens: int, before: Any) -> InInductor:
+    return InInductor(POST_GRAD, (LowerFactored(tokens, {}),), {POST_GRAD: before})
+
+
 def test_what_the_cache_key_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [LowerReads(*each).uuid() for each in ((0, None), (FEW_TOKENS, None), (0, Own("one")), (0, Own("two")))]
-    keys = [*keys, *(LowerReads(*each).uuid() for each in ((0, None), (0, Own("one"))))]
+    keys = [in_inductor(*each).uuid() for each in ((0, None), (FEW_TOKENS, None), (0, Own("one")), (0, Own("two")))]
+    keys = [*keys, *(in_inductor(*each).uuid() for each in ((0, None), (0, Own("one"))))]
     assert len(set(keys)) == 4 and keys[4] == keys[0] and keys[5] == keys[2]
-    assert LowerReads(0, Own(None)).uuid() is None
+    assert in_inductor(0, Own(None)).uuid() is None
     monkeypatch.setattr(inductor, "_digest", lambda: b"other sources")
-    assert LowerReads(0, None).uuid() not in keys
+    assert in_inductor(0, None).uuid() not in keys
 
 
 def test_compiled_twice() -> None:
@@ -366,7 +371,7 @@ def test_compiled_twice() -> None:
         for slot in (None, None, Own(None)):
             torch._dynamo.reset()
             counters.clear()
-            options: Any = {} if slot is None else {inductor.SLOT: slot}
+            options: Any = {} if slot is None else {POST_GRAD: slot}
             with torch.no_grad():
                 assert_close(torch.compile(model, backend="attnres", fullgraph=True, options=options)(x), model(x))
             hits.append((counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]))
