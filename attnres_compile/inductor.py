@@ -17,11 +17,10 @@ from torch._inductor.decomposition import select_decomp_table
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes.base import Pass, Subject, run
-from attnres_compile.passes.keep_boundaries import KeepBoundaries
 from attnres_compile.passes.lower_factored import LowerFactored
 from attnres_compile.passes.sink_gradients import SinkGradients
 
-JOINT, POST_GRAD = "joint_custom_pre_pass", "post_grad_custom_pre_pass"
+POST_GRAD = "post_grad_custom_pre_pass"
 # In inference, up to so many tokens generated code is faster than calls of kernels (measured with 1 and with 512).
 FEW_TOKENS = 1024
 
@@ -58,13 +57,8 @@ def compile_module(
     # A gradient is many operations: generated code for it takes long to compile and keeps more than the kernels do.
     trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
     lowering = LowerFactored(0 if trains else FEW_TOKENS, select_decomp_table())
-    pipelines: dict[str, tuple[Pass, ...]] = {
-        # Before the forward and the backward are parted.
-        JOINT: (KeepBoundaries(),),
-        # After the lowering, which may add sums of its own.
-        POST_GRAD: (lowering, SinkGradients()),
-    }
-    patches |= {slot: InInductor(slot, pipeline, patches) for slot, pipeline in pipelines.items()}
+    # The lowering first, which may add sums of its own.
+    patches[POST_GRAD] = InInductor(POST_GRAD, (lowering, SinkGradients()), patches)
     return compile_fx(module, inputs, config_patches=patches)
 
 
