@@ -28,14 +28,13 @@ FEW_TOKENS = 1024
 class InInductor(CustomGraphPass):
     """A pipeline as Inductor calls it, after the passes that the user had in the same place."""
 
-    def __init__(self, slot: str, pipeline: tuple[Pass, ...], options: Mapping[str, Any]) -> None:
-        """Run ``pipeline`` in one of Inductor's slots, after what ``options`` or its configuration have there."""
+    def __init__(self, pipeline: tuple[Pass, ...], before: Any) -> None:
+        """Run ``pipeline`` after what is in the slot: a pass, several, or None."""
         self.pipeline = pipeline
-        before = options.get(slot, getattr(inductor_config, slot))
         self.before = tuple(before) if isinstance(before, list | tuple) else () if before is None else (before,)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run over one graph: a joint one, a forward's, or a backward's."""
+        """Run over one graph: a forward's, or a backward's."""
         for before in self.before:
             before(graph)
         module = graph.owning_module
@@ -44,7 +43,7 @@ class InInductor(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Changes with every source file of this package: its gradients and kernels are in no graph."""
-        before = [None if not isinstance(p, CustomGraphPass) else p.uuid() for p in self.before]
+        before = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
         return None if None in before else (_digest(), repr(self.pipeline), *before)
 
 
@@ -58,7 +57,8 @@ def compile_module(
     trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
     lowering = LowerFactored(0 if trains else FEW_TOKENS, select_decomp_table())
     # The lowering first, which may add sums of its own.
-    patches[POST_GRAD] = InInductor(POST_GRAD, (lowering, SinkGradients()), patches)
+    pipeline = (lowering, SinkGradients())
+    patches[POST_GRAD] = InInductor(pipeline, patches.get(POST_GRAD, getattr(inductor_config, POST_GRAD)))
     return compile_fx(module, inputs, config_patches=patches)
 
 

@@ -349,7 +349,7 @@ class Own(CustomGraphPass):
 
 
 def in_inductor(tokens: int, before: Any) -> InInductor:
-    return InInductor(POST_GRAD, (LowerFactored(tokens, {}),), {POST_GRAD: before})
+    return InInductor((LowerFactored(tokens, {}),), before)
 
 
 def test_what_the_cache_key_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
