@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from attnres_compile.chains import BlockPlan
 from attnres_compile.reads import ChainReads, DepthReads
+from attnres_compile.saved_reads import keep_merges, stop_keeping
 from attnres_compile.stream import Stream, is_stream, map_streams, refuse_reentrant, replace_leaves, start
 
 ATTRIBUTE = "attnres"
@@ -78,7 +79,9 @@ def attach(model: nn.Module, attachments: list[Attachment], *, key_norm: bool) -
     for attachment in attachments:
         chain = attachment.plan.chain
         for path in attachment.readers:
-            model.get_submodule(path).register_forward_pre_hook(_ReadAtEntry(chain), prepend=True, with_kwargs=True)
+            reader = model.get_submodule(path)
+            reader.register_forward_pre_hook(_ReadAtEntry(chain), prepend=True, with_kwargs=True)
+            reader.register_forward_hook(_ReadDone(chain), always_call=True)
         for path, positions in attachment.anchors:
             hook = _Anchor(chain, positions)
             model.get_submodule(path).register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
@@ -198,7 +201,27 @@ class _ReadAtEntry(_Hook):
     """Hands a module that only reads the mix, once for all of its operations."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return map_streams((args, kwargs), lambda s: s.read() if s.plan.chain == self.chain else s)
+        reads: list[Tensor] = []
+
+        def read(stream: Stream) -> Any:
+            if stream.plan.chain != self.chain:
+                return stream
+            reads.append(stream.read())
+            return reads[-1]
+
+        swapped = map_streams((args, kwargs), read)
+        if not torch.compiler.is_compiling() and reads:
+            keep_merges(reads)
+        return swapped
+
+
+@dataclass(eq=False)
+class _ReadDone(_Hook):
+    """The reader has what it keeps for its backward."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            stop_keeping()
 
 
 @dataclass(eq=False)

@@ -173,12 +173,19 @@ class Stream:
         if phase is None or not phase.first <= row < phase.first + len(phase.o):
             values = [_last(v, self.axis) for v in sources]
             h = ops.depth_attention.default(values, *self._parameters(row), eps, scale)
-        elif self.partial is None:
-            h = ops.merge.default(*phase.of(row), None, None, None, eps, scale)
-            h = h if example(h).dtype == self.dtype else aten.to.dtype(h, self.dtype)
         else:
-            h = ops.merge.default(*phase.of(row), _last(self.partial, self.axis), *self._parameters(row), eps, scale)
+            partial = None if self.partial is None else _last(self.partial, self.axis)
+            again = self._kept()
+            parameters = (None, None) if partial is None and not again else self._parameters(row)
+            h = ops.merge.default(*phase.of(row), partial, *parameters, eps, scale, *again)
+            h = h if example(h).dtype == self.dtype else aten.to.dtype(h, self.dtype)
         return h if self.axis == -1 else aten.movedim.int(h, -1, self.axis)
+
+    def _kept(self) -> tuple[list[Value], ...]:
+        """What a merge keeps for its backward instead of its row of phase 1; a compiler decides that itself."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(self.blocks[0], torch.Tensor):
+            return ()
+        return ([_last(block, self.axis) for block in self.blocks],)
 
     def _parameters(self, row: int) -> tuple[Value, Value | None]:
         query, key_norm = self.reads.query, self.reads.key_norm

@@ -203,11 +203,12 @@ std::tuple<List, Tensor> inter_block_backward(Tensor grad_o, Tensor grad_m, Tens
   return {grads, grad_keys};
 }
 
+// The blocks are for the backward.
 Tensor merge(Tensor o, Tensor m, Tensor l, Optional partial, Optional query, Optional key_norm, double eps,
-             double scale) {
+             double scale, std::optional<List> blocks) {
   const Merge merge(partial ? *partial : o, o, m, l, partial, query, key_norm, eps, scale);
   if (!merge.kernels || (partial && !query))
-    return python<Tensor>("merge", o, m, l, partial, query, key_norm, eps, scale);
+    return python<Tensor>("merge", o, m, l, partial, query, key_norm, eps, scale, blocks);
   Tensor out = rows_like(o, partial ? partial->scalar_type() : merge.compute);
   (partial ? merge.kernels->merge : merge.kernels->first_merge)(&merge.in, out.data_ptr());
   return out;
