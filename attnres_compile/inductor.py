@@ -16,11 +16,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 
 from attnres_compile.config import AttnResConfig
+from attnres_compile.passes.accumulate_gradients import AccumulateGradients
 from attnres_compile.passes.base import Pass, Subject, run
+from attnres_compile.passes.keep_states import KeepStates
 from attnres_compile.passes.lower_factored import LowerFactored
 from attnres_compile.passes.sink_gradients import SinkGradients
 
-POST_GRAD = "post_grad_custom_pre_pass"
+JOINT, POST_GRAD = "joint_custom_pre_pass", "post_grad_custom_pre_pass"
 # In inference, up to so many tokens generated code is faster than calls of kernels (measured with 1 and with 512).
 FEW_TOKENS = 1024
 
@@ -56,9 +58,14 @@ def compile_module(
     # A gradient is many operations: generated code for it takes long to compile and keeps more than the kernels do.
     trains = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
     lowering = LowerFactored(0 if trains else FEW_TOKENS, select_decomp_table())
-    # The lowering first, which may add sums of its own.
-    pipeline = (lowering, SinkGradients())
-    patches[POST_GRAD] = InInductor(pipeline, patches.get(POST_GRAD, getattr(inductor_config, POST_GRAD)))
+    slots: dict[str, tuple[Pass, ...]] = {
+        # Before the partitioner, which goes by the tags.
+        JOINT: (KeepStates(),),
+        # The lowering first, which may add sums of its own.
+        POST_GRAD: (lowering, AccumulateGradients(), SinkGradients()),
+    }
+    for slot, pipeline in slots.items():
+        patches[slot] = InInductor(pipeline, patches.get(slot, getattr(inductor_config, slot)))
     return compile_fx(module, inputs, config_patches=patches)
 
 
