@@ -28,6 +28,7 @@ from attnres_compile.cli_models import Loaded
 from attnres_compile.cli_tables import tables
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, InputError, MissingDependencyError, OptionError, RefusedError
+from attnres_compile.pretrained import RECORD, saved_options
 from attnres_compile.report import AttnResReport
 from attnres_compile.verification import Mode
 
@@ -141,7 +142,7 @@ def verify(
     with _reported(debug):
         options = _options(num_blocks, block_size, no_preserve, no_key_norm, eps, chains)
         if transformed_dir is not None:
-            cli_models.saved_options(transformed_dir)
+            saved_options(transformed_dir)
         loaded = _load_original(model, dtype)
         transformed, report = _transformed(loaded, options, "off", json, transformed_dir)
         with _step("comparing with the original"):
@@ -176,7 +177,7 @@ def export(
         options = _options(num_blocks, block_size, no_preserve, no_key_norm, eps, chains)
         cli_models.require_writable(path)
         if weights is not None:
-            cli_models.saved_options(weights)
+            saved_options(weights)
         loaded = _load(model, dtype)
         saved = weights or (loaded.directory if loaded.options is not None else None)
         transformed, report = _transformed(loaded, options, verify, json, saved)
@@ -266,7 +267,7 @@ def _load(name: str, dtype: str | None) -> Loaded:
 def _load_original(name: str, dtype: str | None) -> Loaded:
     loaded = _load(name, dtype)
     if loaded.options is not None:
-        raise InputError(f"{name} is transformed already ({cli_models.RECORD}); give the original model")
+        raise InputError(f"{name} is transformed already ({RECORD}); give the original model")
     return loaded
 
 
@@ -280,7 +281,7 @@ def _transformed(
     else:
         given = [name for name, value in asdict(AttnResConfig()).items() if options.get(name, value) != value]
         if given:
-            raise OptionError(f"{saved} brings its own {', '.join(given)}: they are in its {cli_models.RECORD}")
+            raise OptionError(f"{saved} brings its own {', '.join(given)}: they are in its {RECORD}")
         with _step(f"loading {saved}"):
             model = cli_models.restore(loaded, saved)
     report = model.attnres_report
