@@ -19,12 +19,12 @@ from attnres_compile.capture.trace import Captured, capture
 from attnres_compile.chains import Refusal, ResidualChain
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import InputError, OptionError, RefusedError
+from attnres_compile.observer import Observer
 from attnres_compile.passes import _nodes
 from attnres_compile.passes.base import Subject, run
 from attnres_compile.passes.pipelines import live
 from attnres_compile.placement import attachments
 from attnres_compile.report import AttnResReport, ChainReport, Check, RefusalReport
-from attnres_compile.stream import Observer
 from attnres_compile.sublayer_names import sublayer_names
 from attnres_compile.verification import Mode, raise_failures, run_checks
 
