@@ -50,7 +50,9 @@ def weights(chain: ChainMeasure, title: str) -> Any:
     size = (max(6.4, min(14.0, 0.28 * blocks + 5.4)), max(3.6, min(13.0, 0.2 * len(reads) + 1.8)))
     figure = _figure(size)
     heat, entropy, embedding = figure.subplots(1, 3, sharey=True, width_ratios=[max(3.0, 0.2 * blocks), 1, 1])
-    image = heat.imshow(table, cmap=MAP, vmin=0, vmax=1, aspect="auto", interpolation="none")
+    largest = max(weight for read in reads if read is not None for weight in read.weights)
+    image = heat.imshow(table, cmap=MAP, vmin=0, vmax=largest, aspect="auto", interpolation="none")
+    heat.set_title("depth attention, mean over tokens", fontsize=10)
     if len(reads) <= LABELS:
         columns, rows = zip(*open_cells, strict=True) if open_cells else ((), ())
         heat.plot(columns, rows, ".", color="white", markeredgecolor="black", markersize=5, linestyle="none")
@@ -64,8 +66,8 @@ def weights(chain: ChainMeasure, title: str) -> Any:
     # A read is named after what reads: the sublayer that comes next.
     readers = [*names[1:], "output"]
     _name_axis(heat.yaxis, readers)
-    heat.set_ylabel(f"read by{f' ({prefix}…)' if prefix else ''}")
-    figure.colorbar(image, ax=heat, label="depth attention, mean over tokens", fraction=0.08, pad=0.02)
+    heat.set_ylabel(" in ".join(filter(None, ("read by", prefix))))
+    figure.colorbar(image, ax=heat, fraction=0.08, pad=0.02)
     positions = range(len(reads))
     uniform = [math.nan if r is None else math.log(len(r.weights)) for r in reads]
     _line(entropy, [math.nan if r is None else r.entropy for r in reads], positions, 0, "measured")
@@ -107,8 +109,8 @@ def dynamics(chains: Mapping[str, ChainMeasure], title: str) -> Any:
         for i, (name, chain) in enumerate(chains.items()):
             values = [getattr(sublayer, field) for sublayer in chain.sublayers]
             _line(axes, range(1, len(values) + 1), values, i, name)
-        axes.set_yscale("log")
         axes.set_ylabel(label)
+        _logarithmic(axes)
     deepest = max(chains.values(), key=lambda chain: len(chain.block_sizes))
     for axes in panels:
         for end in _ends(deepest)[:-1]:
@@ -116,8 +118,9 @@ def dynamics(chains: Mapping[str, ChainMeasure], title: str) -> Any:
     prefix, names = _short([sublayer.name for sublayer in deepest.sublayers])
     _name_axis(panels[-1].xaxis, names, first=1)
     panels[-1].tick_params(axis="x", rotation=90)
-    lines = f"grey lines: ends of the {len(deepest.block_sizes)} blocks" if len(deepest.block_sizes) > 1 else ""
-    panels[-1].set_xlabel("; ".join(filter(None, (f"sublayer{f' ({prefix}…)' if prefix else ''}", lines))))
+    blocks = len(deepest.block_sizes)
+    lines = f"; grey lines: ends of the {blocks} blocks" if blocks > 1 else ""
+    panels[-1].set_xlabel(" in ".join(filter(None, ("sublayer", prefix))) + lines)
     panels[0].legend(frameon=False)
     figure.suptitle(title)
     return figure
@@ -149,7 +152,7 @@ def mixing(matrices: Mapping[str, Tensor], ends: Sequence[int], title: str) -> A
         )
         axes.set_title(name, fontsize=10)
         axes.set_xlabel("source (0: embedding)")
-        figure.colorbar(image, ax=axes, orientation="horizontal", fraction=0.06, pad=0.2)
+        figure.colorbar(image, ax=axes, orientation="horizontal", fraction=0.06, pad=0.03)
     for end in ends:
         panels[-1].axhline(end - 0.5, **{**BOUNDARY, "zorder": 2})
         panels[-1].axvline(end + 0.5, **{**BOUNDARY, "zorder": 2})
@@ -179,6 +182,14 @@ def _line(axes: Any, x: Any, y: Any, number: int, label: str) -> None:
     axes.plot(list(x), list(y), label=label, markersize=3.5, linewidth=1.2, **style)
 
 
+def _logarithmic(axes: Any) -> None:
+    """A logarithmic axis with plain numbers, between the powers of ten where there would be hardly any."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else "")
+
+
 def _ends(chain: ChainMeasure) -> list[int]:
     return list(itertools.accumulate(chain.block_sizes))
 
@@ -194,6 +205,6 @@ def _short(names: Sequence[str]) -> tuple[str, list[str]]:
     """What all names start with, in whole modules, and the names without it."""
     parts = [name.split(".") for name in names]
     shared = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))
-    prefix = "".join(f"{column[0]}." for column in shared) if len(parts) > 1 else ""
+    prefix = ".".join(column[0] for column in shared) if len(parts) > 1 else ""
     # In a name of branches side by side, each has it.
-    return prefix, [name.replace(prefix, "") if prefix else name for name in names]
+    return prefix, [name.replace(f"{prefix}.", "") if prefix else name for name in names]
