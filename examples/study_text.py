@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HELD_OUT = 20  # one document in so many
+HELD_OUT = {"code": 20, "prose": 5}  # one document in so many
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def load() -> Text:
     """Sources by file and documentation by topic; what a document's name hashes to decides where it goes."""
     parts: dict[str, list[bytes]] = {"train": [], "code": [], "prose": []}
     for kind, name, content in sorted(documents()):
-        held_out = hashlib.sha256(name.encode()).digest()[0] % HELD_OUT == 0
+        held_out = hashlib.sha256(name.encode()).digest()[0] % HELD_OUT[kind] == 0
         parts[kind if held_out else "train"].append(content)
     return Text(
         **{name: torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for name, part in parts.items()}

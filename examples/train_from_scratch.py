@@ -59,24 +59,42 @@ class Run:
         return "Full AttnRes" if self.block_size == 1 else f"Block AttnRes, N = {blocks}"
 
 
-class Layer(nn.Module):
-    """Pre-norm attention and MLP."""
+class Attention(nn.Module):
+    """Causal self-attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
-
-    def attention(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, width // HEAD, HEAD).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class MLP(nn.Module):
+    """Two linear layers with GELU between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.gelu(self.up(x)))
+
+
+class Layer(nn.Module):
+    """Pre-norm attention, then a pre-norm MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(width), Attention(width)
+        self.mlp_norm, self.mlp = nn.LayerNorm(width), MLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Bytes(nn.Module):
@@ -90,7 +108,7 @@ class Bytes(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 # As GPT-2: what is added to the stream starts smaller in a deeper model.
-                into_stream = name.endswith(("out.weight", "down.weight"))
+                into_stream = name.endswith("out.weight")
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_stream else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -236,8 +254,8 @@ def run_all(runs: list[Run], results: Path, workers: int) -> None:
 
 def quick(results: Path) -> None:
     """Two small models: they start equal, both learn, and the pictures come out."""
-    base = Run("compare", 0, 0, 4e-3, width=64, layers=8, steps=60, batch=8, length=64)
-    found = [json.loads(train(replace(base, block_size=size), results).read_text()) for size in (0, 4)]
+    base = Run("compare", 0, 0, 4e-3, width=64, layers=6, steps=40, batch=8, length=64)
+    found = [json.loads(train(replace(base, block_size=size), results).read_text()) for size in (0, 3)]
     first, second = (entry["losses"] for entry in found)
     require(abs(first[0] - second[0]) < 1e-3, f"the first losses are equal: {first[0]} and {second[0]}")
     for entry in found:

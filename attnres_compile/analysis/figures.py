@@ -147,11 +147,12 @@ def mixing(matrices: Mapping[str, Tensor], ends: Sequence[int], title: str) -> A
         above = matrix.new_ones(size, size).triu(1).bool()
         largest = float(matrix.nan_to_num().abs().max())
         lowest = float(matrix.nan_to_num().min())
-        image = axes.imshow(
-            matrix.masked_fill(above, math.nan), cmap=MAP, vmin=min(0.0, lowest), vmax=largest, interpolation="none"
-        )
+        shown = matrix.masked_fill(above, math.nan).numpy()
+        image = axes.imshow(shown, cmap=MAP, vmin=min(0.0, lowest), vmax=largest, interpolation="none")
         axes.set_title(name, fontsize=10)
         axes.set_xlabel("source (0: embedding)")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
         figure.colorbar(image, ax=axes, orientation="horizontal", fraction=0.06, pad=0.03)
     for end in ends:
         panels[-1].axhline(end - 0.5, **{**BOUNDARY, "zorder": 2})

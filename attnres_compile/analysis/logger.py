@@ -78,6 +78,8 @@ class DepthLogger:
     def callback(self) -> Any:
         """A ``transformers.TrainerCallback`` that calls this at the start and after each step, on the first process.
 
+        With FSDP no process can run the model by itself: call ``measure`` on all of them instead.
+
         Raises:
             MissingDependencyError: transformers is not installed.
         """
