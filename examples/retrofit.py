@@ -42,7 +42,7 @@ class Run:
     batch: int = 2
     length: int = 128
     lr: float = 2e-5
-    read_lr: float = 1e-2
+    read_lr: float = 1e-3
     num_blocks: int = 8
 
     @property
@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=Run.steps)
+    parser.add_argument("--read-lr", type=float, default=Run.read_lr, help="learning rate of the reads")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "study" / "retrofit")
     given = parser.parse_args()
     if given.check:
@@ -185,7 +186,7 @@ def main() -> None:
     if not given.report:
         for seed in range(given.seeds):
             for kind in KINDS:
-                train(Run(kind, seed, given.steps), given.output)
+                train(Run(kind, seed, given.steps, read_lr=given.read_lr), given.output)
     report(given.output)
 
 

@@ -45,7 +45,8 @@ def report(folder: Path) -> None:
     sweep = {entry["run"]["block_size"]: entry for entry in main if entry["run"]["seed"] == 0}
     if len(sweep) > 3:
         add("block-size", block_sizes(sweep), "Held-out loss by the size of a block, one seed.")
-    text = "\n".join(["# From scratch", "", *settings(main), "", *table(main, found), ""])
+    tables = [*table(main, found), "", *depth_table([entry for entry in main if entry["label"] in compared])]
+    text = "\n".join(["# From scratch", "", *settings(main), "", *tables, ""])
     (folder / "results.md").write_text(text)
     write_page(folder / "index.html", "Attention Residuals from scratch", pictures, " ".join(settings(main)))
     print(text)
@@ -102,7 +103,7 @@ def table(main: list[Found], found: list[Found]) -> list[str]:
         size = group[0]["run"]["block_size"]
         columns = [f"{label} (S = {size})" if size > 1 else label, str(len(group))]
         columns += [spread([entry["held_out"][part] for entry in group]) for part in ("code", "prose")]
-        columns += [spread(list(map(total, group))), "" if label == RESIDUAL else spread(differences, "+")]
+        columns += [spread(list(map(total, group))), "" if label == RESIDUAL else spread(differences, "+.4f")]
         columns.append(f"{statistics.mean(entry['seconds'] for entry in group) / seconds:.2f} ×")
         lines.append(f"| {' | '.join(columns)} |")
     lines += ["", "Where there are several seeds: mean ± standard deviation of one run."]
@@ -118,9 +119,23 @@ def table(main: list[Found], found: list[Found]) -> list[str]:
     return lines
 
 
-def spread(values: list[float], sign: str = "") -> str:
-    mean = f"{statistics.mean(values):{sign}.4f}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.4f}"
+def depth_table(found: list[Found]) -> list[str]:
+    """How far things spread over depth, from the dynamics picture's numbers."""
+    header = ["stream", "largest sum of an open block", "output, largest / smallest", "gradient, largest / smallest"]
+    lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
+    for label, group in by_label(found):
+        sublayers = [entry["depth"]["chains"][0]["sublayers"] for entry in group]
+        columns = [spread([max(layer["state"] for layer in layers) for layers in sublayers], ".3g")]
+        for field in ("output", "gradient"):
+            values = [[layer[field] for layer in layers] for layers in sublayers]
+            columns.append(spread([max(each) / min(each) for each in values], ".3g"))
+        lines.append(f"| {label} | {' | '.join(columns)} |")
+    return [*lines, "", "Root mean squares per sublayer; the one block of the standard stream is the stream itself."]
+
+
+def spread(values: list[float], form: str = ".4f") -> str:
+    mean = format(statistics.mean(values), form)
+    return mean if len(values) < 2 else f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}"
 
 
 def curves(main: list[Found], compared: list[str]) -> Figure:
