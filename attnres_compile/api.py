@@ -79,7 +79,7 @@ def transform(
     result.attnres_report = report  # type: ignore[assignment]
     if found and callable(getattr(getattr(result, "config", None), "to_json_file", None)):
         # A Hugging Face config: save_pretrained writes it beside the weights, and from_pretrained finds it there.
-        result.config.attnres = report.options  # type: ignore[union-attr]
+        result.config.attnres = dict(report.options)  # type: ignore[union-attr]
     return result
 
 

@@ -29,7 +29,7 @@ from attnres_compile.cli_models import Loaded
 from attnres_compile.cli_tables import tables
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, InputError, MissingDependencyError, OptionError, RefusedError
-from attnres_compile.pretrained import RECORD, saved_options
+from attnres_compile.pretrained import saved_options
 from attnres_compile.report import AttnResReport
 from attnres_compile.verification import Mode
 
@@ -297,7 +297,7 @@ def _load(name: str, dtype: str | None) -> Loaded:
 def _load_original(name: str, dtype: str | None) -> Loaded:
     loaded = _load(name, dtype)
     if loaded.options is not None:
-        raise InputError(f"{name} is transformed already ({RECORD}); give the original model")
+        raise InputError(f"{name} is transformed already; give the original model")
     return loaded
 
 
@@ -311,7 +311,7 @@ def _transformed(
     else:
         given = [name for name, value in asdict(AttnResConfig()).items() if options.get(name, value) != value]
         if given:
-            raise OptionError(f"{saved} brings its own {', '.join(given)}: they are in its {RECORD}")
+            raise OptionError(f"{saved} brings its own {', '.join(given)}, which were saved with it")
         with _step(f"loading {saved}"):
             model = cli_models.restore(loaded, saved)
     report = model.attnres_report

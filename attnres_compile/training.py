@@ -28,6 +28,8 @@ def read_modules(model: nn.Module) -> list[str]:
 def trainable_parameters(model: nn.Module, which: Literal["attnres", "all"] = "attnres") -> list[nn.Parameter]:
     """Choose what trains: sets ``requires_grad`` of every parameter.
 
+    PEFT sets it for its own models: there ``modules_to_save=read_modules(model)`` makes the reads train.
+
     Args:
         model: what ``transform`` returned, also wrapped (DDP, FSDP).
         which: "attnres" trains the pseudo-queries and key norms alone, "all" every floating-point parameter.
