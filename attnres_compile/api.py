@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,12 +19,13 @@ from attnres_compile.capture.trace import Captured, capture
 from attnres_compile.chains import Refusal, ResidualChain
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import InputError, OptionError, RefusedError
+from attnres_compile.observer import Observer
 from attnres_compile.passes import _nodes
 from attnres_compile.passes.base import Subject, run
 from attnres_compile.passes.pipelines import live
 from attnres_compile.placement import attachments
 from attnres_compile.report import AttnResReport, ChainReport, Check, RefusalReport
-from attnres_compile.stream import Observer
+from attnres_compile.sublayer_names import sublayer_names
 from attnres_compile.verification import Mode, raise_failures, run_checks
 
 M = TypeVar("M", nn.Module, ExportedProgram)
@@ -76,6 +77,9 @@ def transform(
     if found:
         attach(result, found, key_norm=config.key_norm)
     result.attnres_report = report  # type: ignore[assignment]
+    if found and callable(getattr(getattr(result, "config", None), "to_json_file", None)):
+        # A Hugging Face config: save_pretrained writes it beside the weights, and from_pretrained finds it there.
+        result.config.attnres = dict(report.options)  # type: ignore[union-attr]
     return result
 
 
@@ -280,7 +284,15 @@ def _selected(subject: Subject, report: AttnResReport) -> list[ResidualChain]:
 def _report(model: str, front_end: str, subject: Subject) -> AttnResReport:
     chains = tuple(_chain_report(i, chain, subject.config) for i, chain in enumerate(subject.chains))
     refused = tuple(RefusalReport(r.reason, r.node, r.where) for r in subject.refusals)
-    return AttnResReport(model, front_end, chains, refused)
+    return AttnResReport(model, front_end, chains, refused, options=_options(subject.config, chains))
+
+
+def _options(config: AttnResConfig, chains: tuple[ChainReport, ...]) -> dict[str, Any]:
+    """The options as plain data: a predicate on chains becomes the indices that it chose."""
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    if config.chains is not None:
+        options["chains"] = [chain.index for chain in chains if chain.rewritten]
+    return options
 
 
 def _chain_report(index: int, chain: ResidualChain, config: AttnResConfig) -> ChainReport:
@@ -301,4 +313,5 @@ def _chain_report(index: int, chain: ResidualChain, config: AttnResConfig) -> Ch
         reads=reads,
         parameters=reads * chain.width * (2 if config.key_norm else 1),
         where=_nodes.location(chain.pushes[0].node),
+        names=sublayer_names(chain),
     )

@@ -1,4 +1,4 @@
-"""The command line: ``attnres inspect | transform | verify | export | doctor``.
+"""The command line: ``attnres inspect | transform | verify | export | plot | doctor``.
 
 Reports go to stdout, as tables or, with ``--json``, as JSON; progress and errors go to stderr. The exit code is 0 when
 all is well, 1 when a model is refused or fails a check, and 2 when the call itself is wrong.
@@ -22,12 +22,14 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from attnres_compile import api, cli_doctor, cli_models
+from attnres_compile import api, cli_doctor, cli_models, cli_plots
+from attnres_compile.analysis.measure import measure
 from attnres_compile.capture.inputs import normalise
 from attnres_compile.cli_models import Loaded
 from attnres_compile.cli_tables import tables
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import AttnResError, InputError, MissingDependencyError, OptionError, RefusedError
+from attnres_compile.pretrained import saved_options
 from attnres_compile.report import AttnResReport
 from attnres_compile.verification import Mode
 
@@ -64,6 +66,9 @@ Weights = Annotated[Path | None, typer.Option("--weights", help="What transform 
 OnnxPath = Annotated[Path, typer.Argument(metavar="PATH.onnx", help="File to write.", show_default=False)]
 Opset = Annotated[int, typer.Option("--opset", help="Version of ONNX's operator set.")]
 Atol = Annotated[float, typer.Option("--atol", help="Largest difference allowed between ONNX Runtime and PyTorch.")]
+Kind = Annotated[cli_plots.Kind, typer.Argument(metavar="weights|dynamics|mixing|all", show_default=False)]
+Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=f"{cli_models.FORMS}.", show_default=False)]
+Text_ = Annotated[Path | None, typer.Option("--text", help="A text to measure hf: models on.")]
 Static = Annotated[bool, typer.Option("--static", help="Fix all axes to the example inputs' sizes.")]
 
 
@@ -141,7 +146,7 @@ def verify(
     with _reported(debug):
         options = _options(num_blocks, block_size, no_preserve, no_key_norm, eps, chains)
         if transformed_dir is not None:
-            cli_models.saved_options(transformed_dir)
+            saved_options(transformed_dir)
         loaded = _load_original(model, dtype)
         transformed, report = _transformed(loaded, options, "off", json, transformed_dir)
         with _step("comparing with the original"):
@@ -176,7 +181,7 @@ def export(
         options = _options(num_blocks, block_size, no_preserve, no_key_norm, eps, chains)
         cli_models.require_writable(path)
         if weights is not None:
-            cli_models.saved_options(weights)
+            saved_options(weights)
         loaded = _load(model, dtype)
         saved = weights or (loaded.directory if loaded.options is not None else None)
         transformed, report = _transformed(loaded, options, verify, json, saved)
@@ -194,6 +199,32 @@ def export(
                 echo=_progress,
             )
         _show(report, json)
+
+
+@app.command()
+def plot(
+    kind: Kind,
+    models: Models,
+    output: Output,
+    text: Text_ = None,
+    num_blocks: NumBlocks = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = None,
+    debug: Debug = False,
+) -> None:
+    """Draw what models do with their depth: PNG files and index.html. A model not yet transformed is, in memory."""
+    with _reported(debug):
+        options = _options(num_blocks, block_size, False, False, 1e-6, None)
+        measurements = {}
+        for name in models:
+            loaded = _load(name, dtype)
+            saved = loaded.directory if loaded.options is not None else None
+            model, _ = _transformed(loaded, options, "off", False, saved)
+            with _step(f"measuring {name}"):
+                measurements[name] = measure(model, cli_plots.inputs_of(loaded, model, text))
+        with _step(f"drawing into {output}"):
+            written = cli_plots.write(kind, measurements, output)
+        print("\n".join(map(str, written)))
 
 
 app.command()(cli_doctor.doctor)
@@ -266,7 +297,7 @@ def _load(name: str, dtype: str | None) -> Loaded:
 def _load_original(name: str, dtype: str | None) -> Loaded:
     loaded = _load(name, dtype)
     if loaded.options is not None:
-        raise InputError(f"{name} is transformed already ({cli_models.RECORD}); give the original model")
+        raise InputError(f"{name} is transformed already; give the original model")
     return loaded
 
 
@@ -280,7 +311,7 @@ def _transformed(
     else:
         given = [name for name, value in asdict(AttnResConfig()).items() if options.get(name, value) != value]
         if given:
-            raise OptionError(f"{saved} brings its own {', '.join(given)}: they are in its {cli_models.RECORD}")
+            raise OptionError(f"{saved} brings its own {', '.join(given)}, which were saved with it")
         with _step(f"loading {saved}"):
             model = cli_models.restore(loaded, saved)
     report = model.attnres_report

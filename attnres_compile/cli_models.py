@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -24,13 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from attnres_compile import api
-from attnres_compile.config import AttnResConfig
-from attnres_compile.errors import AttnResError, InputError, MissingDependencyError, OptionError
+from attnres_compile import pretrained
+from attnres_compile.errors import InputError, MissingDependencyError, OptionError
+from attnres_compile.pretrained import CONFIG, RECORD, as_input_error, has_options, saved_options
 from attnres_compile.report import AttnResReport
 
-RECORD: Final = "attnres.json"
-WEIGHTS: Final = "model.safetensors"
 FORMS: Final = "package.module:callable, hf:DIRECTORY or timm:NAME"
 
 # Everything that a tokenizer or a processor is made of; save_pretrained writes the rest.
@@ -110,34 +107,10 @@ def save(loaded: Loaded, model: nn.Module, options: dict[str, Any], report: Attn
     Raises:
         AttnResError: the weights cannot be written as safetensors.
     """
-    if _is_pretrained(model):
-        model.save_pretrained(folder)  # type: ignore[operator]
+    pretrained.save_pretrained(model, folder)
+    if pretrained.is_pretrained(model):
         _save_tokenizer(loaded, folder)
-    else:
-        tensors = _safetensors()
-        try:
-            tensors.save_model(model, str(folder / WEIGHTS))
-        except (RuntimeError, ValueError, AttributeError) as error:
-            raise AttnResError(f"{type(model).__name__} cannot be saved as safetensors: {error}") from error
-    record = {"model": loaded.name, "options": options, "report": report.to_dict()}
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def saved_options(folder: Path) -> dict[str, Any]:
-    """The options of the transformed model in a folder.
-
-    Raises:
-        InputError: there is none, or its record cannot be read.
-    """
-    file = folder / RECORD
-    if not file.is_file():
-        raise InputError(f"{folder} holds no {RECORD}: give a directory that `attnres transform` wrote")
-    try:
-        options = dict(json.loads(file.read_text(encoding="utf-8"))["options"])
-        config = AttnResConfig(**options)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-    return {key: value for key, value in asdict(config).items() if key in options}
+    pretrained.write_record(folder, {"model": loaded.name, "options": options, "report": report.to_dict()})
 
 
 def restore(original: Loaded, folder: Path) -> nn.Module:
@@ -151,25 +124,11 @@ def restore(original: Loaded, folder: Path) -> nn.Module:
         InputError: what the folder holds is no transformed model of this original.
     """
     options = saved_options(folder)
-    if _is_pretrained(original.model):
-        dtype = next(original.model.parameters()).dtype
-        model = _from_pretrained(type(original.model), folder, dtype)
+    if pretrained.is_pretrained(original.model):
+        model = pretrained.load_class(type(original.model), folder, next(original.model.parameters()).dtype)
     else:
         model = copy.deepcopy(original.model)
-    model = api.transform(model, original.example_inputs, inplace=True, verify="off", **options)
-    tensors = _safetensors()
-    with _as_input_error(f"the weights in {folder} do not fit {original.name}"):
-        if not _is_pretrained(model):
-            tensors.load_model(model, folder / WEIGHTS)
-            return model.eval()
-        saved = {
-            key: value
-            for file in sorted(folder.glob("*.safetensors"))
-            for key, value in tensors.load_file(file).items()
-            if key.startswith("attnres.")
-        }
-        model.get_submodule("attnres").load_state_dict({k.removeprefix("attnres."): v for k, v in saved.items()})
-    return model.eval()
+    return pretrained.restored(model, folder, options, original.example_inputs, original.name)
 
 
 @contextmanager
@@ -224,18 +183,6 @@ def require_writable(path: Path) -> None:
         raise InputError(f"cannot write {path}: {error.strerror} ({path.parent})") from error
 
 
-@contextmanager
-def _as_input_error(what: str) -> Iterator[None]:
-    """Other people's code fails in any way: the user gets what was attempted, and the first line of what it said."""
-    try:
-        yield
-    except AttnResError:
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise InputError(f"{what}: {type(error).__name__}: {lines[0]}") from error
-
-
 def _called(module_name: str, attribute: str) -> tuple[nn.Module, Any]:
     # A console script finds its own folder on the path, not the one that the user is in.
     if not {"", os.getcwd()} & set(sys.path):
@@ -259,7 +206,7 @@ def _called(module_name: str, attribute: str) -> tuple[nn.Module, Any]:
             raise InputError(f"{module_name}:{attribute} is of type {type(found).__name__}, and no callable")
         # A callable that initialises at random makes the same model in every command.
         torch.manual_seed(0)
-        with _as_input_error(f"{module_name}:{attribute}() failed"):
+        with as_input_error(f"{module_name}:{attribute}() failed"):
             found = found()
     model, inputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
@@ -276,7 +223,7 @@ def _timm(name: str) -> tuple[nn.Module, Any]:
     except ImportError as error:
         raise MissingDependencyError(f"timm:{name} needs timm, which cannot be imported: pip install timm") from error
     torch.manual_seed(0)
-    with _as_input_error(f"timm cannot make {name!r}"):
+    with as_input_error(f"timm cannot make {name!r}"):
         model: nn.Module = timm.create_model(name, pretrained=False)
         settings: Any = model.pretrained_cfg
         return model, torch.randn(2, *settings["input_size"])
@@ -290,40 +237,16 @@ def _hugging_face(name: str, path: Path, dtype: torch.dtype | None) -> Loaded:
             f"{path} is neither a directory nor a .gguf file; hf: takes local files only, nothing is downloaded"
         )
     files = sorted(path.glob("*.gguf"))
-    if (path / "config.json").is_file():
-        config = _transformers().AutoConfig
-        with _as_input_error(f"{path / 'config.json'} cannot be used"):
-            # False and not None: on a terminal None asks whether to run the code beside the weights.
-            read = config.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        architectures = [getattr(_transformers(), a, None) for a in read.architectures or ()]
-        cls = next((found for found in architectures if found is not None), _transformers().AutoModel)
-        options = saved_options(path) if (path / RECORD).is_file() else None
-        return Loaded(name, _from_pretrained(cls, path, dtype), None, path, options=options)
+    if (path / CONFIG).is_file():
+        _transformers()
+        options = saved_options(path) if any(has_options(path, name) for name in (RECORD, CONFIG)) else None
+        return Loaded(name, pretrained.load_original(path, dtype), None, path, options=options)
     if len(files) == 1:
         return _from_gguf(name, files[0], dtype)
     if files:
         listing = ", ".join(file.name for file in files)
         raise InputError(f"{path} holds several GGUF files ({listing}): name one, as hf:{files[0]}")
     raise InputError(f"{path} holds no model: a config.json with safetensors, or one GGUF file, is expected")
-
-
-def _from_pretrained(cls: Any, path: Path, dtype: torch.dtype | None) -> nn.Module:
-    if not any(path.glob("*.safetensors")):
-        raise InputError(f"{path} holds no safetensors files; other formats are not read, since they can run code")
-    with _as_input_error(f"{path} cannot be loaded"):
-        model, info = cls.from_pretrained(
-            path,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype=dtype or "auto",
-            output_loading_info=True,
-        )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise InputError(f"{path} lacks {len(missing)} weights of {type(model).__name__}, the first is {missing[0]}")
-    loaded: nn.Module = model.eval()
-    return loaded
 
 
 def _from_gguf(name: str, file: Path, dtype: torch.dtype | None) -> Loaded:
@@ -335,7 +258,7 @@ def _from_gguf(name: str, file: Path, dtype: torch.dtype | None) -> Loaded:
     # Where transformers can keep weights packed, these would be no parameters.
     config = getattr(transformers, "GgufConfig", None)
     unpacked = {"quantization_config": config(dequantize=True)} if config else {}
-    with _as_input_error(f"{file} cannot be loaded"), _no_bar("transformers.modeling_gguf_pytorch_utils"):
+    with as_input_error(f"{file} cannot be loaded"), _no_bar("transformers.modeling_gguf_pytorch_utils"):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -368,16 +291,11 @@ def _save_tokenizer(loaded: Loaded, folder: Path) -> None:
                 if file.is_file():
                     shutil.copyfile(file, folder / file.name)
         return
-    with _as_input_error(f"the tokenizer of {loaded.gguf} cannot be read"):
+    with as_input_error(f"the tokenizer of {loaded.gguf} cannot be read"):
         tokenizer = _transformers().AutoTokenizer.from_pretrained(
             loaded.directory, gguf_file=loaded.gguf, local_files_only=True, trust_remote_code=False
         )
         tokenizer.save_pretrained(folder)
-
-
-def _is_pretrained(model: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _transformers() -> Any:
@@ -389,10 +307,3 @@ def _transformers() -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
-
-
-def _safetensors() -> Any:
-    try:
-        return importlib.import_module("safetensors.torch")
-    except ImportError as error:
-        raise MissingDependencyError("saved weights need safetensors: pip install 'attnres-compile[hf]'") from error

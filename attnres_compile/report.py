@@ -25,6 +25,7 @@ class ChainReport:
         reads: reads of more than one source.
         parameters: parameters added.
         where: source location of the first add.
+        names: per sublayer the path of the module that makes its output.
     """
 
     index: int
@@ -39,6 +40,7 @@ class ChainReport:
     reads: int
     parameters: int
     where: str
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,23 @@ class Check:
 
 @dataclass(frozen=True)
 class AttnResReport:
-    """What a transformation did, or a dry run would do."""
+    """What a transformation did, or a dry run would do.
+
+    Attributes:
+        model: its class.
+        front_end: what traced it.
+        chains: every residual chain, also those that were not selected.
+        refused: what looked like a chain and is none.
+        checks: of the transformed model; none in a dry run.
+        options: the fields of ``AttnResConfig``, with the indices of the rewritten chains where some were selected.
+    """
 
     model: str
     front_end: str
     chains: tuple[ChainReport, ...]
     refused: tuple[RefusalReport, ...]
     checks: tuple[Check, ...] = field(default=())
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:

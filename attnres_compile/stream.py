@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from attnres_compile.chains import BlockPlan
 from attnres_compile.errors import RefusedError
+from attnres_compile.observer import Observer
 from attnres_compile.reads import ReadParameters
 
 aten = torch.ops.aten
@@ -37,25 +38,6 @@ class Phase(NamedTuple):
     def of(self, row: int) -> tuple[Value, Value, Value]:
         """The statistics for the read with this row."""
         return self.o[row - self.first], self.m[row - self.first], self.l[row - self.first]
-
-
-class Observer:
-    """Collects what happens to the streams while it is set: pushes per chain, rows read, dtypes pushed."""
-
-    active: Observer | None = None
-
-    def __init__(self) -> None:
-        """Start with nothing seen."""
-        self.pushes: dict[int, int] = {}
-        self.rows: set[tuple[int, int]] = set()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __enter__(self) -> Observer:
-        Observer.active = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Observer.active = None
 
 
 def example(value: Value) -> Any:
@@ -134,8 +116,7 @@ class Stream:
         if ours != common:
             blocks = tuple(aten.to.dtype(block, common) for block in blocks)
         if Observer.active is not None:
-            Observer.active.pushes[self.plan.chain] = Observer.active.pushes.get(self.plan.chain, 0) + 1
-            Observer.active.dtypes.add(theirs)
+            Observer.active.pushed(self.plan, position, branch, theirs, partial)
         phase = self.phase if blocks is self.blocks else None
         after = self._with(blocks, partial, phase, position=position)
         return after._closed() if position <= self.plan.last and self.plan.closes[position] else after
@@ -167,7 +148,7 @@ class Stream:
         if row < 0 or len(sources) == 1:
             return self.total()
         if Observer.active is not None:
-            Observer.active.rows.add((self.plan.chain, row))
+            Observer.active.reads(self, row)
         scale, eps = float(len(sources)) if self.plan.preserve else 1.0, self.plan.eps
         phase = self.phase
         if phase is None or not phase.first <= row < phase.first + len(phase.o):

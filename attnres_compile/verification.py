@@ -13,8 +13,8 @@ from attnres_compile.attach import ATTRIBUTE
 from attnres_compile.capture.copies import shared_copy
 from attnres_compile.capture.inputs import Inputs, other_shapes
 from attnres_compile.errors import RefusedError, VerificationError
+from attnres_compile.observer import Observer
 from attnres_compile.report import Check
-from attnres_compile.stream import Observer
 
 Mode = Literal["full", "quick", "off"]
 SEED = 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import attnres_compile as ac
-from attnres_compile.stream import Observer
+from attnres_compile.observer import Observer
 from attnres_compile.verification import TOLERANCE
 from tests.programs import FEATURES, PROGRAMS, Program
 

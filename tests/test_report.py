@@ -65,7 +65,7 @@ def test_parameters_are_those_of_rewritten_chains() -> None:
 def test_plain_data() -> None:
     plain = REPORT.to_dict()
     assert json.loads(json.dumps(plain)) == plain
-    assert plain.keys() == {"model", "front_end", "chains", "refused", "checks", "parameters"}
+    assert plain.keys() == {"model", "front_end", "chains", "refused", "checks", "options", "parameters"}
     assert plain["parameters"] == 36864
     assert plain["chains"][0]["blocks"] == [4, 4, 3]
     assert plain["chains"][0]["owners"] == {"Block": 23, "Encoder": 1}

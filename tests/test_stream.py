@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 from attnres_compile import stream as streams
 from attnres_compile.errors import RefusedError
+from attnres_compile.observer import Observer
 from attnres_compile.ops import reference
-from attnres_compile.stream import Observer, Stream, TensorStream, is_stream, map_streams
+from attnres_compile.stream import Stream, TensorStream, is_stream, map_streams
 from tests.stream_material import (
     EPS,
     SHAPE,

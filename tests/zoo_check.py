@@ -14,7 +14,7 @@ from attnres_compile.capture.copies import shared_copy
 from attnres_compile.capture.inputs import Inputs, normalise
 from attnres_compile.capture.trace import capture
 from attnres_compile.config import AttnResConfig
-from attnres_compile.stream import Observer
+from attnres_compile.observer import Observer
 from attnres_compile.verification import call, gradients, relative_error
 from tests.zoo import Case
 

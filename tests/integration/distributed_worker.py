@@ -17,16 +17,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import attnres_compile as ac
 from tests.integration.models import example, transformed, without_dropout
 from tests.zoo import CASES
 
 PROCESSES = 2
+CHECKPOINTED, READS_ALONE = "checkpointed", "reads alone"
 Found = dict[str, Any]
 
 
-def made(name: str, checkpointed: bool) -> Any:
+def made(name: str, manner: str) -> Any:
     """A transformed model with random queries, in training mode without random numbers."""
     model: Any = without_dropout(transformed(name))
+    if manner == READS_ALONE:
+        # Their gradients are small beside what they are summed from: fp32 would compare its rounding.
+        ac.trainable_parameters(model.double(), "attnres")
+    checkpointed = manner == CHECKPOINTED
     if checkpointed and name == "llama":
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     elif checkpointed:
@@ -40,12 +46,12 @@ def layers_of(name: str, model: Any) -> Any:
     return model.model.layers if name == "llama" else model.transformer["blocks"]
 
 
-def step(name: str, model: nn.Module, rank: int | None, rate: float = 0.1) -> Found:
+def step(name: str, model: nn.Module, rank: int | None) -> Found:
     """Two steps of SGD on this process's half of the batch; on all of it without a rank."""
     inputs = example(name, 2 * PROCESSES, 7)
     if rank is not None:
         inputs = {key: value[2 * rank : 2 * rank + 2] for key, value in inputs.items()}
-    optimiser = torch.optim.SGD(model.parameters(), lr=rate)
+    optimiser = torch.optim.SGD(ac.optimizer_groups(model, weight_decay=0.1, lr=0.1, read_lr=1.0))
     found: Found = {}
     for number in range(2):
         logits = CASES[name].output(model(**inputs))
@@ -72,12 +78,12 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def ddp(name: str, checkpointed: bool, rank: int) -> Found:
-    return step(name, DistributedDataParallel(made(name, checkpointed)), rank)
+def ddp(name: str, manner: str, rank: int) -> Found:
+    return step(name, DistributedDataParallel(made(name, manner)), rank)
 
 
-def fsdp(name: str, checkpointed: bool, rank: int) -> Found:
-    model, mesh = made(name, checkpointed), init_device_mesh("cpu", (PROCESSES,))
+def fsdp(name: str, manner: str, rank: int) -> Found:
+    model, mesh = made(name, manner), init_device_mesh("cpu", (PROCESSES,))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for layer in layers_of(name, model):
         fully_shard(layer, mesh=mesh)
@@ -89,8 +95,9 @@ def fsdp(name: str, checkpointed: bool, rank: int) -> Found:
     return {"sharded": sharded, "state": same or rank > 0, **step(name, model, rank)}
 
 
-SCENARIOS: list[tuple[Callable[[str, bool, int], Found], str, bool]] = [
-    (how, name, checkpointed) for how in (ddp, fsdp) for name in ("nanogpt", "llama") for checkpointed in (False, True)
+MANNERS = [(name, manner) for name in ("nanogpt", "llama") for manner in ("everything", CHECKPOINTED)]
+SCENARIOS: list[tuple[Callable[[str, str, int], Found], str, str]] = [
+    (how, name, manner) for how in (ddp, fsdp) for name, manner in (*MANNERS, ("nanogpt", READS_ALONE))
 ]
 
 
@@ -101,10 +108,10 @@ def work(rank: int, folder: str) -> None:
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES, timeout=timeout)
     found: dict[str, Found | str] = {}
-    for how, name, checkpointed in SCENARIOS:
-        label = f"{how.__name__} {name}{' checkpointed' * checkpointed}"
+    for how, name, manner in SCENARIOS:
+        label = f"{how.__name__} {name} {manner}"
         try:
-            found[label] = how(name, checkpointed, rank)
+            found[label] = how(name, manner, rank)
         except Exception:
             found[label] = traceback.format_exc()
     if rank == 0:

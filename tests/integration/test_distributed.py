@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 from torch import multiprocessing
 
-from tests.integration.distributed_worker import PROCESSES, SCENARIOS, Found, made, step, work
+from tests.integration.distributed_worker import PROCESSES, READS_ALONE, SCENARIOS, Found, made, step, work
 from tests.integration.models import KEY_NORM, QUERY, assert_same_gradients
 from tests.tolerances import assert_close
 
 
 @cache
-def alone(name: str) -> Found:
-    return step(name, made(name, False), None)
+def alone(name: str, reads: bool) -> Found:
+    return step(name, made(name, READS_ALONE if reads else "everything"), None)
 
 
 def compare(actual: Found | str, expected: Found) -> None:
@@ -33,8 +33,12 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     assert len(found) == len(SCENARIOS)
     failures = []
     for label, actual in found.items():
+        _, name, manner = label.split(maxsplit=2)
+        expected = alone(name, manner == READS_ALONE)
+        if manner == READS_ALONE:
+            assert expected["gradients 0"].keys() == {QUERY, KEY_NORM}
         try:
-            compare(actual, alone(label.split()[1]))
+            compare(actual, expected)
         except AssertionError as error:
             failures.append(f"{label}: {error}")
     assert not failures, "\n".join(failures)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import attnres_compile as ac
+from attnres_compile.observer import Observer
 from attnres_compile.ops import reference
-from attnres_compile.stream import Observer
 from tests.block_attnres import PlainTransformer
 from tests.integration.models import CountOps, attnres_parameters, example, randomise, run, transformed
 from tests.programs.parts import Net, Pair
