@@ -1,8 +1,8 @@
-"""How long the analysis takes beside the capture, and how it grows with depth.
+"""How long the passes take beside the capture, and how they grow with depth.
 
-Run ``python benchmarks/analysis.py`` (about five minutes on two cores): prints a markdown table and writes JSON
-beside it. Every depth is captured once; the analysis, which is short, is the median of several runs on copies of the
-captured graph, taken in the same process.
+Run ``python benchmarks/analysis.py`` (about a quarter of an hour on two cores): prints a markdown table and writes JSON
+beside it. Every depth is captured twice: the original, whose graph is analysed, and the transformed model, whose graph
+gets the passes of the backend. Both are short, and medians of several runs on copies of the graph, in the same process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+import attnres_compile as ac
 from attnres_compile.capture.inputs import normalise
 from attnres_compile.capture.trace import capture
 from attnres_compile.config import AttnResConfig
-from attnres_compile.passes.base import Subject, run
-from attnres_compile.passes.pipelines import live
+from attnres_compile.passes.base import Pass, Subject, run
+from attnres_compile.passes.pipelines import OPTIMIZE, live
 
-DEPTHS = (12, 48, 96, 192)
+DEPTHS = (12, 48, 96, 192, 500)
 REPEATS = 5
+EXAMPLE = torch.arange(16).reshape(2, 8) + 3
 
 
 def llama(layers: int) -> nn.Module:
@@ -42,28 +44,45 @@ def llama(layers: int) -> nn.Module:
     return LlamaForCausalLM(config).eval()
 
 
-def measure(layers: int) -> dict[str, Any]:
-    """Seconds of capture and analysis, and the share of the analysis in per cent."""
-    model = llama(layers)
-    inputs = normalise(model, torch.arange(16).reshape(2, 8) + 3)
+def captured(model: nn.Module) -> tuple[fx.GraphModule, float]:
+    """The graph of a model, and the seconds that it took."""
+    inputs = normalise(model, EXAMPLE)
     begin = time.perf_counter()
-    captured = capture(model, inputs)
-    capture_seconds = time.perf_counter() - begin
-    seconds = []
+    found = capture(model, inputs)
+    return found.module, time.perf_counter() - begin
+
+
+def seconds(pipeline: tuple[Pass, ...], module: fx.GraphModule) -> tuple[float, Subject]:
+    """Median seconds of the passes on copies of a graph, and the last result."""
+    times = []
     for _ in range(REPEATS):
-        graph = fx.GraphModule(captured.module, copy.deepcopy(captured.module.graph))
+        subject = Subject(fx.GraphModule(module, copy.deepcopy(module.graph)), AttnResConfig())
         begin = time.perf_counter()
-        subject = run(live(outermost=True), Subject(graph, AttnResConfig()))
-        seconds.append(time.perf_counter() - begin)
-        assert [len(chain.pushes) for chain in subject.chains] == [2 * layers]
-    analysis_seconds = statistics.median(seconds)
+        run(pipeline, subject)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), subject
+
+
+def measure(layers: int) -> dict[str, Any]:
+    """Seconds of capture, analysis and passes, and their shares of the capture in per cent."""
+    model = llama(layers)
+    original, original_seconds = captured(model)
+    analysis, subject = seconds(live(outermost=True), original)
+    assert [len(chain.pushes) for chain in subject.chains] == [2 * layers]
+    transformed, transformed_seconds = captured(ac.transform(model, EXAMPLE, verify="off"))
+    passes, subject = seconds(OPTIMIZE, transformed)
+    targets = [node.target for node in subject.module.graph.nodes]
+    assert torch.ops.attnres_compile.add_merge_norm.default in targets
     return {
         "layers": layers,
-        "nodes": len(captured.module.graph.nodes),
-        "capture_s": round(capture_seconds, 2),
-        "analysis_s": round(analysis_seconds, 3),
-        "share_percent": round(100 * analysis_seconds / capture_seconds, 2),
-        "ms_per_layer": round(1000 * analysis_seconds / layers, 2),
+        "nodes": len(original.graph.nodes),
+        "capture_s": round(original_seconds, 2),
+        "analysis_s": round(analysis, 3),
+        "analysis_percent": round(100 * analysis / original_seconds, 2),
+        "analysis_ms_per_layer": round(1000 * analysis / layers, 2),
+        "passes_s": round(passes, 3),
+        "passes_percent": round(100 * passes / transformed_seconds, 2),
+        "passes_ms_per_layer": round(1000 * passes / layers, 2),
     }
 
 
