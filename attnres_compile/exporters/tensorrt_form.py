@@ -1,0 +1,112 @@
+"""The read as a model-local ONNX function in the form that TensorRT's compiler fuses best.
+
+Importing this module needs ``onnx`` and ``onnx_ir``. Beside the rules of ``onnx_functions``:
+
+- Reads are plain, not in two phases: the compiler finds by itself that a source's statistics serve all later reads,
+  and computes them where the source is made.
+- What is mixed is multiplied by 1, made of the read's own weights. The compiler knows neither its value nor a way to
+  have it earlier. Without it, the cast of a source to fp32, common to all reads, is kept in memory in place of the
+  source, and every read's kernel falls apart at it.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import onnx_ir as ir
+from onnx import AttributeProto, FunctionProto, TensorProto, helper
+
+from attnres_compile.exporters.onnx_functions import DEPTH_ATTENTION, DOMAIN
+
+# The names of the nodes that weigh and sum the sources, by which a kernel is known as the one that mixes.
+MIX: Final = "mix"
+
+
+def set_form(path: str | PathLike[str], target: str | PathLike[str]) -> dict[str, int]:
+    """Write an ONNX file again with this module's functions behind its reads.
+
+    Args:
+        path: the file; weights beside it are found there.
+        target: where to write; weights beyond 1.5 GB lie beside it.
+
+    Returns:
+        The number of sources of each read, by the name of its node, in order.
+    """
+    model = ir.load(path)
+    reads = [node for node in model.graph.all_nodes() if node.domain == DOMAIN and _sources(node.op_type)]
+    for name in {node.op_type for node in reads}:
+        function = ir.serde.deserialize_function(function_proto(_sources(name), model.opset_imports[""]))
+        model.functions[function.identifier()] = function
+    beside = sum(tensor.nbytes for tensor in _weights(model)) > 1.5e9
+    ir.save(model, target, external_data=f"{Path(target).name}.data" if beside else None)
+    return {str(node.name): _sources(node.op_type) for node in reads}
+
+
+def function_proto(n: int, opset: int) -> FunctionProto:
+    """``DepthAttentionN<n>``: inputs, outputs and attributes as ``onnx_functions`` has them, another body.
+
+    Args:
+        n: number of sources.
+        opset: version of the standard operator set.
+    """
+    name = f"{DEPTH_ATTENTION}{n}"
+    prefix = f"{DOMAIN}_{name}"
+    nodes: list[Any] = []
+
+    def op(kind: str, *inputs: str, part: str = "logit", **attributes: Any) -> str:
+        output = f"{prefix}_{part}_{len(nodes)}"
+        nodes.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
+        return output
+
+    def attribute(attribute: str) -> str:
+        output = op("Constant")
+        proto = AttributeProto(name="value_float", ref_attr_name=attribute, type=AttributeProto.FLOAT)
+        nodes[-1].attribute.append(proto)
+        return output
+
+    def wide(value: str, part: str = "logit") -> str:
+        return op("Cast", value, part=part, to=TensorProto.FLOAT)
+
+    query, key_norm, *sources = formals = [f"{prefix}_{x}" for x in ("query", "key_norm", *(f"v{i}" for i in range(n)))]
+    eps, last = attribute("eps"), op("Constant", value_ints=[-1])
+    key = op("Mul", wide(query), wide(key_norm))
+    logits = []
+    for x in map(wide, sources):
+        mean = op("ReduceMean", op("Mul", x, x), last, keepdims=1)
+        dot = op("ReduceSum", op("Mul", x, key), last, keepdims=1)
+        logits.append(op("Div", dot, op("Sqrt", op("Add", mean, eps))))
+    largest = op("Max", *logits)
+    weights = [op("Exp", op("Sub", logit, largest)) for logit in logits]
+    total = op("Sum", *weights)
+    # The largest weight is exp(0) = 1, so that their sum is at least 1.
+    one = op("CastLike", op("Min", total, op("Constant", value_float=1.0)), sources[0])
+    mixed = [
+        op("Mul", weight, wide(op("Mul", source, one, part=MIX), MIX), part=MIX)
+        for weight, source in zip(weights, sources, strict=True)
+    ]
+    h = op("Mul", op("Div", op("Sum", *mixed, part=MIX), total, part=MIX), attribute("scale"), part=MIX)
+    output = f"{prefix}_h"
+    nodes.append(helper.make_node("CastLike", [h, sources[0]], [output], name=output))
+    return helper.make_function(
+        DOMAIN,
+        name,
+        formals,
+        [output],
+        nodes,
+        [helper.make_opsetid("", opset)],
+        attributes=["plugin_namespace", "plugin_version"],
+        attribute_protos=[helper.make_attribute("eps", 1e-6), helper.make_attribute("scale", 1.0)],
+    )
+
+
+def _sources(kind: str) -> int:
+    """Number of sources of a type of node, 0 if it is no read."""
+    count = kind.removeprefix(DEPTH_ATTENTION)
+    return int(count) if count != kind and count.isdecimal() else 0
+
+
+def _weights(model: ir.Model) -> list[ir.TensorProtocol]:
+    values = (value.const_value for value in model.graph.initializers.values())
+    return [value for value in values if value is not None]
