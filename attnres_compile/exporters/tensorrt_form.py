@@ -11,6 +11,7 @@ Importing this module needs ``onnx`` and ``onnx_ir``. Beside the rules of ``onnx
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -19,29 +20,67 @@ import onnx_ir as ir
 from onnx import AttributeProto, FunctionProto, TensorProto, helper
 
 from attnres_compile.exporters.onnx_functions import DEPTH_ATTENTION, DOMAIN
+from attnres_compile.passes._nodes import line_of
 
 # The names of the nodes that weigh and sum the sources, by which a kernel is known as the one that mixes.
 MIX: Final = "mix"
+_TRACE: Final = "pkg.torch.onnx.stack_trace"
 
 
-def set_form(path: str | PathLike[str], target: str | PathLike[str]) -> dict[str, int]:
+@dataclass(frozen=True)
+class Read:
+    """A read's node: its name, its type, and the nodes that make its sources, None for an input of the model."""
+
+    name: str
+    kind: str
+    sources: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What ``set_form`` found in a file.
+
+    Attributes:
+        reads: the reads, in order.
+        places: lines of the user's source by name of node.
+        inputs: the inputs' sizes by name, dynamic ones as text.
+    """
+
+    reads: tuple[Read, ...]
+    places: dict[str, str]
+    inputs: dict[str, tuple[int | str, ...]]
+
+
+def set_form(path: str | PathLike[str], target: str | PathLike[str]) -> Form:
     """Write an ONNX file again with this module's functions behind its reads.
 
     Args:
         path: the file; weights beside it are found there.
         target: where to write; weights beyond 1.5 GB lie beside it.
-
-    Returns:
-        The number of sources of each read, by the name of its node, in order.
     """
     model = ir.load(path)
-    reads = [node for node in model.graph.all_nodes() if node.domain == DOMAIN and _sources(node.op_type)]
-    for name in {node.op_type for node in reads}:
+    nodes = [node for node in model.graph.all_nodes() if node.domain == DOMAIN and _sources(node.op_type)]
+    for name in {node.op_type for node in nodes}:
         function = ir.serde.deserialize_function(function_proto(_sources(name), model.opset_imports[""]))
         model.functions[function.identifier()] = function
-    beside = sum(tensor.nbytes for tensor in _weights(model)) > 1.5e9
+    values = [value.const_value for value in model.graph.initializers.values()]
+    beside = sum(value.nbytes for value in values if value is not None) > 1.5e9
     ir.save(model, target, external_data=f"{Path(target).name}.data" if beside else None)
-    return {str(node.name): _sources(node.op_type) for node in reads}
+    traces = {str(node.name): node.metadata_props.get(_TRACE, "") for node in model.graph.all_nodes()}
+    return Form(
+        tuple(Read(str(node.name), node.op_type, tuple(map(_maker, node.inputs[2:]))) for node in nodes),
+        {name: line for name, trace in traces.items() if (line := line_of(trace))},
+        {str(value.name): tuple(_size(size) for size in value.shape or ()) for value in model.graph.inputs},
+    )
+
+
+def _maker(value: ir.Value | None) -> str | None:
+    node = value and value.producer()
+    return node.name if node else None
+
+
+def _size(size: int | ir.SymbolicDim) -> int | str:
+    return size if isinstance(size, int) else str(size.value)
 
 
 def function_proto(n: int, opset: int) -> FunctionProto:
@@ -105,8 +144,3 @@ def _sources(kind: str) -> int:
     """Number of sources of a type of node, 0 if it is no read."""
     count = kind.removeprefix(DEPTH_ATTENTION)
     return int(count) if count != kind and count.isdecimal() else 0
-
-
-def _weights(model: ir.Model) -> list[ir.TensorProtocol]:
-    values = (value.const_value for value in model.graph.initializers.values())
-    return [value for value in values if value is not None]
