@@ -227,9 +227,7 @@ def _range(name: str, axis: int, dim: Any, leaf: Tensor) -> Range:
         raise OptionError(f"{where}: give (smallest, usual, largest) or a Dim with min and max; got {dim}")
     smallest, usual, largest = found
     if not 1 <= smallest <= usual <= largest or not smallest <= size <= largest:
-        raise OptionError(
-            f"{where}: 1 <= smallest <= usual, example <= largest; got {found}, and {size} as the example"
-        )
+        raise OptionError(f"{where}: 1 <= smallest <= usual, example <= largest; got {found} and an example of {size}")
     return smallest, usual, largest
 
 
@@ -302,6 +300,6 @@ def _summary(reads: Sequence[Read], kernels: Sequence[Kernel]) -> tuple[tuple[Re
         other = tuple(kernel.name for kernel in own if kernel not in mixing)
         found.append(ReadKernels(read.name, len(read.sources), tuple(k.name for k in mixing), other, plugin))
         every |= {kernel.name: kernel for kernel in own}
-    stored = {tensor.name: name for name, kernel in every.items() for tensor in kernel.stores if tensor.width > 1}
+    stored = {tensor.name: name for name, kernel in every.items() for tensor in kernel.stores if tensor.wide}
     loads = [(tensor.name, name) for name, kernel in every.items() for tensor in kernel.loads]
     return tuple(found), len({tensor for tensor, name in loads if stored.get(tensor, name) != name})

@@ -6,7 +6,6 @@ import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from os import PathLike
 from typing import Any, Final
 
@@ -32,9 +31,9 @@ class Tensor:
     dtype: str
 
     @property
-    def width(self) -> int:
-        """Elements per token: the product of the sizes that are static."""
-        return prod(size for size in self.sizes if size > 0)
+    def wide(self) -> bool:
+        """Whether it holds features, not one value a token."""
+        return self.sizes[-1:] != (1,)
 
 
 @dataclass(frozen=True)

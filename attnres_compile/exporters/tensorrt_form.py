@@ -94,7 +94,7 @@ def function_proto(n: int, opset: int) -> FunctionProto:
     prefix = f"{DOMAIN}_{name}"
     nodes: list[Any] = []
 
-    def op(kind: str, *inputs: str, part: str = "logit", **attributes: Any) -> str:
+    def op(kind: str, *inputs: str, part: str = "part", **attributes: Any) -> str:
         output = f"{prefix}_{part}_{len(nodes)}"
         nodes.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
         return output
@@ -105,8 +105,8 @@ def function_proto(n: int, opset: int) -> FunctionProto:
         nodes[-1].attribute.append(proto)
         return output
 
-    def wide(value: str, part: str = "logit") -> str:
-        return op("Cast", value, part=part, to=TensorProto.FLOAT)
+    def wide(value: str) -> str:
+        return op("Cast", value, to=TensorProto.FLOAT)
 
     query, key_norm, *sources = formals = [f"{prefix}_{x}" for x in ("query", "key_norm", *(f"v{i}" for i in range(n)))]
     eps, last = attribute("eps"), op("Constant", value_ints=[-1])
@@ -121,10 +121,8 @@ def function_proto(n: int, opset: int) -> FunctionProto:
     total = op("Sum", *weights)
     # The largest weight is exp(0) = 1, so that their sum is at least 1.
     one = op("CastLike", op("Min", total, op("Constant", value_float=1.0)), sources[0])
-    mixed = [
-        op("Mul", weight, wide(op("Mul", source, one, part=MIX), MIX), part=MIX)
-        for weight, source in zip(weights, sources, strict=True)
-    ]
+    same = [wide(op("Mul", source, one)) for source in sources]
+    mixed = [op("Mul", weight, x, part=MIX) for weight, x in zip(weights, same, strict=True)]
     h = op("Mul", op("Div", op("Sum", *mixed, part=MIX), total, part=MIX), attribute("scale"), part=MIX)
     output = f"{prefix}_h"
     nodes.append(helper.make_node("CastLike", [h, sources[0]], [output], name=output))
