@@ -20,6 +20,8 @@ NAMESPACE: Final = "attnres_compile"
 # Parameters that Triton appends for scratch memory of its own, unused by these kernels.
 _HIDDEN: Final = 2
 _TYPES: Final = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}
+# TensorRT's registry is one a process, and refuses a name that it has.
+_registered: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,13 @@ def register_plugins(sources: Iterable[int] = range(1, 34)) -> tuple[str, ...]:
         MissingDependencyError: ``tensorrt`` with ``tensorrt.plugin``, or Triton, is missing.
     """
     trtp = _tensorrt_plugin()
-    known = importlib.import_module(trtp.__name__ + "._lib").QDP_REGISTRY if hasattr(trtp, "__path__") else {}
     wanted = [_merge(trtp), _merge_first(trtp)]
     for n in sorted(set(sources)):
         wanted += [_depth_attention(trtp, n), _inter_block(trtp, n)]
-    new = [plugin for plugin in wanted if f"{NAMESPACE}::{plugin.name}" not in known]
+    new = [plugin for plugin in wanted if plugin.name not in _registered]
     for plugin in new:
         plugin.register(trtp)
+        _registered.add(plugin.name)
     return tuple(plugin.name for plugin in new)
 
 
@@ -183,11 +185,11 @@ def _inter_block(trtp: Any, n: int) -> _Plugin:
         return o, m, l
 
     def implement(inputs: tuple[Any, ...], values: Mapping[str, float]) -> tuple[Ptx, Any, Any]:
-        from attnres_compile.ops.triton.phase_one import groups
+        from attnres_compile.ops.triton.phase_one import read_groups
 
         queries, key_norms, *blocks = inputs
         d, rows, reads = _features(blocks[0]), _rows(trtp, blocks[0]), _constant(queries, 0)
-        group, size = groups(reads, d)
+        group, size = read_groups(reads, d)
         types = {"queries": _pointer(queries), "key_norms": _pointer(key_norms), "blocks": tuple(map(_pointer, blocks))}
         types |= {"rows": "i32", "o_out": "*fp32", "m_out": "*fp32", "l_out": "*fp32"}
         constants = {"EPS": values["eps"], "S": reads, "GROUP": group, "D": d, "COLUMNS": size.columns}
