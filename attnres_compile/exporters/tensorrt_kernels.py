@@ -99,9 +99,7 @@ def merge(
 
 
 @triton.jit
-def merge_first(
-    o_in, l_in, rows, out, SCALE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr
-):
+def merge_first(o_in, l_in, rows, out, SCALE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """``MergeFirst``: a program for each tile of rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]

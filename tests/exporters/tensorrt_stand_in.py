@@ -132,7 +132,9 @@ def install() -> ModuleType:
     values.PluginTensorDesc, values.DynamicPluginTensorDesc = Desc, DynamicDesc
     values.PluginField, values.PluginFieldCollection = Field, list
     values.get_plugin_registry = lambda: registry
-    values.Logger = type("Logger", (), {"WARNING": 1, "Severity": SimpleNamespace(WARNING=1), "log": lambda *message: None})
+    values.Logger = type(
+        "Logger", (), {"WARNING": 1, "Severity": SimpleNamespace(WARNING=1), "log": lambda *message: None}
+    )
     values.nptype = lambda kind: np.dtype(kind.name.lower())
     spec = importlib.util.find_spec(BINDINGS)
     assert spec is not None and spec.origin is not None
