@@ -29,11 +29,10 @@ def depth_attention(
     l = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, COLUMNS], tl.float32)
     x = tl.load(sources[0] + place, mask=inside, other=0.0)
-    for i in tl.static_range(n):
+    for i in range(n):
+        # Asked for before the reductions, which would otherwise wait for memory at every source.
+        following = tl.load(_chosen(sources, i + 1) + place, mask=inside & (i + 1 < n), other=0.0)
         v = x.to(tl.float32)
-        if i + 1 < n:
-            # Asked for before the reductions, which would otherwise wait for memory at every source.
-            x = tl.load(sources[i + 1] + place, mask=inside, other=0.0)
         r, z = rms_and_dot(v, k, EPS, D)
         s = r * z
         largest = tl.maximum(m, s)
@@ -41,17 +40,22 @@ def depth_attention(
         l = l * before + now
         o = o * before[:, None] + now[:, None] * v
         m = largest
+        x = following
     o *= (SCALE / l)[:, None]
     tl.store(out + place, o.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def inter_block(
-    queries, key_norms, blocks, rows, o_out, m_out, l_out,
-    EPS: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+    queries, key_norms, blocks, rows, o_out, z_out,
+    EPS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """``InterBlockN<n>``: a program for each row and group of reads. ``blocks`` is a tuple of pointers."""
+    """``InterBlockN<n>S<s>``: a program for each row and group of reads.
+
+    ``blocks``, ``o_out`` and ``z_out`` are tuples of pointers, to n blocks and to a result of each of s reads.
+    """
     n: tl.constexpr = len(blocks)
+    S: tl.constexpr = len(o_out)
     groups: tl.constexpr = (S + GROUP - 1) // GROUP
     row = (tl.program_id(0) // groups).to(tl.int64) + tl.arange(0, 1)
     read = tl.program_id(0) % groups * GROUP + tl.arange(0, GROUP)
@@ -63,25 +67,24 @@ def inter_block(
     l = tl.zeros([GROUP], tl.float32)
     o = tl.zeros([GROUP, COLUMNS], tl.float32)
     x = tl.load(blocks[0] + row[:, None] * D + column, mask=column < D, other=0.0)
-    for i in tl.static_range(n):
+    for i in range(n):
+        following = _chosen(blocks, i + 1) + row[:, None] * D + column
+        following = tl.load(following, mask=(column < D) & (i + 1 < n), other=0.0)
         v = x.to(tl.float32)
-        if i + 1 < n:
-            x = tl.load(blocks[i + 1] + row[:, None] * D + column, mask=column < D, other=0.0)
         s = tl.rsqrt(tl.sum(v * v, axis=1) / D + EPS) * tl.sum(v * k, axis=1)
         largest = tl.maximum(m, s)
         before, now = tl.exp(m - largest), tl.exp(s - largest)
         l = l * before + now
         o = o * before[:, None] + now[:, None] * v
         m = largest
-    place = read.to(tl.int64) * rows + row
-    tl.store(o_out + place[:, None] * D + column, o, mask=inside)
-    tl.store(m_out + place, m, mask=read < S)
-    tl.store(l_out + place, l, mask=read < S)
+        x = following
+    tl.store(_chosen(o_out, read)[:, None] + row[:, None] * D + column, o / l[:, None], mask=inside)
+    tl.store(_chosen(z_out, read) + row, m + tl.log(l), mask=read < S)
 
 
 @triton.jit
 def merge(
-    o_in, m_in, l_in, partial, query, key_norm, rows, out,
+    o_in, z_in, partial, query, key_norm, rows, out,
     EPS: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """``Merge``: a program for each tile of rows."""
@@ -92,20 +95,9 @@ def merge(
     x = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
     o = tl.load(o_in + place, mask=inside, other=0.0)
     k = _key(query + column, key_norm + column, column < D)
-    m, l = tl.load(m_in + row, mask=valid, other=0.0), tl.load(l_in + row, mask=valid, other=0.0)
-    of_blocks, of_partial, _, _ = coefficients(x, k, m, l, valid, EPS, D)
+    z = tl.load(z_in + row, mask=valid, other=0.0)
+    of_blocks, of_partial, _, _ = coefficients(x, k, z, 1.0, valid, EPS, D)
     h = (of_blocks * SCALE)[:, None] * o + (of_partial * SCALE)[:, None] * x
-    tl.store(out + place, h.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def merge_first(o_in, l_in, rows, out, SCALE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """``MergeFirst``: a program for each tile of rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)[None, :]
-    place, inside = row[:, None] * D + column, (row < rows)[:, None] & (column < D)
-    l = tl.load(l_in + row, mask=row < rows, other=1.0)
-    h = tl.load(o_in + place, mask=inside, other=0.0) * (SCALE / l)[:, None]
     tl.store(out + place, h.to(out.dtype.element_ty), mask=inside)
 
 
@@ -114,3 +106,12 @@ def _key(query, key_norm, mask):
     """``query * key_norm``: only this product reaches the logits."""
     q = tl.load(query, mask=mask, other=0.0).to(tl.float32)
     return q * tl.load(key_norm, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _chosen(pointers, i):
+    """Pointer ``i``, the first one past the end: an unrolled loop would hold all sources until its end."""
+    found = pointers[0]
+    for j in tl.static_range(1, len(pointers)):
+        found = tl.where(i == j, pointers[j], found)
+    return found

@@ -34,15 +34,16 @@ class Ptx:
     shared_bytes: int
 
 
-def register_plugins(sources: Iterable[int] = range(1, 34)) -> tuple[str, ...]:
+def register_plugins(sources: Iterable[int] = range(1, 34), reads: Iterable[int] = range(1, 9)) -> tuple[str, ...]:
     """Register the plugins of domain ``attnres_compile`` with TensorRT; its ONNX parser then prefers them.
 
-    ``DepthAttentionN<n>`` and ``InterBlockN<n>`` for each number of sources, ``Merge`` and ``MergeFirst``: their
-    inputs, outputs and attributes are those of the ONNX nodes. Sources and results are fp32, fp16 or bf16, the rest
-    fp32. Call it before a model is parsed; what is registered already stays.
+    ``DepthAttentionN<n>``, ``InterBlockN<n>S<s>`` and ``Merge``: their inputs, outputs and attributes are those of the
+    ONNX nodes. Sources, vectors and reads are fp32, fp16 or bf16, what phase 1 hands on is fp32. Call it before a model
+    is parsed; what is registered already stays.
 
     Args:
-        sources: numbers of sources, of one plugin each: a plugin's signature is fixed.
+        sources: numbers n of sources. Each has plugins of its own: a plugin's signature is fixed.
+        reads: numbers s of reads that share a first phase.
 
     Returns:
         The names that were registered now.
@@ -51,9 +52,9 @@ def register_plugins(sources: Iterable[int] = range(1, 34)) -> tuple[str, ...]:
         MissingDependencyError: ``tensorrt`` with ``tensorrt.plugin``, or Triton, is missing.
     """
     trtp = _tensorrt_plugin()
-    wanted = [_merge(trtp), _merge_first(trtp)]
-    for n in sorted(set(sources)):
-        wanted += [_depth_attention(trtp, n), _inter_block(trtp, n)]
+    wanted = [_merge(trtp)]
+    for n in sources:
+        wanted += [_depth_attention(trtp, n), *(_inter_block(trtp, n, s) for s in reads)]
     new = [plugin for plugin in wanted if plugin.name not in _registered]
     for plugin in new:
         plugin.register(trtp)
@@ -174,56 +175,43 @@ def _depth_attention(trtp: Any, n: int) -> _Plugin:
     return _Plugin(f"DepthAttentionN{n}", names, ("eps", "scale"), 1, lambda q, g, v, *_: v.like(), implement)
 
 
-def _inter_block(trtp: Any, n: int) -> _Plugin:
+def _inter_block(trtp: Any, n: int, reads: int) -> _Plugin:
     def describe(queries: Any, key_norms: Any, block: Any, *_: Any) -> Any:
-        o = queries.like()
-        leading = [queries.shape_expr[0], *(block.shape_expr[i] for i in range(block.ndim - 1))]
-        o.shape_expr = trtp.ShapeExprs.from_tuple((*leading, block.shape_expr[block.ndim - 1]))
-        o.dtype = _float(queries)
-        m, l = o.like(), o.like()
-        m.shape_expr = l.shape_expr = trtp.ShapeExprs.from_tuple(tuple(leading))
-        return o, m, l
+        o = block.like()
+        o.dtype = type(block.dtype).FLOAT
+        z = o.like()
+        z.shape_expr = trtp.ShapeExprs.from_tuple(tuple(block.shape_expr[i] for i in range(block.ndim - 1)))
+        return (*(o.like() for _ in range(reads)), *(z.like() for _ in range(reads)))
 
     def implement(inputs: tuple[Any, ...], values: Mapping[str, float]) -> tuple[Ptx, Any, Any]:
         from attnres_compile.ops.triton.phase_one import read_groups
 
         queries, key_norms, *blocks = inputs
-        d, rows, reads = _features(blocks[0]), _rows(trtp, blocks[0]), _constant(queries, 0)
+        d, rows = _features(blocks[0]), _rows(trtp, blocks[0])
         group, size = read_groups(reads, d)
         types = {"queries": _pointer(queries), "key_norms": _pointer(key_norms), "blocks": tuple(map(_pointer, blocks))}
-        types |= {"rows": "i32", "o_out": "*fp32", "m_out": "*fp32", "l_out": "*fp32"}
-        constants = {"EPS": values["eps"], "S": reads, "GROUP": group, "D": d, "COLUMNS": size.columns}
+        types |= {"rows": "i32", "o_out": ("*fp32",) * reads, "z_out": ("*fp32",) * reads}
+        constants = {"EPS": values["eps"], "GROUP": group, "D": d, "COLUMNS": size.columns}
         ptx = compile_ptx("inter_block", types, constants, size.warps)
         return ptx, rows * -(-reads // group), rows
 
     names = ("queries", "key_norms", *(f"b{i}" for i in range(n)))
-    return _Plugin(f"InterBlockN{n}", names, ("eps",), 3, describe, implement)
+    return _Plugin(f"InterBlockN{n}S{reads}", names, ("eps",), 2 * reads, describe, implement)
 
 
 def _merge(trtp: Any) -> _Plugin:
-    names = ("o", "m", "l", "partial", "query", "key_norm")
+    names = ("o", "z", "partial", "query", "key_norm")
 
     def implement(inputs: tuple[Any, ...], values: Mapping[str, float]) -> tuple[Ptx, Any, Any]:
-        partial = inputs[3]
+        partial = inputs[2]
         rows = _rows(trtp, partial)
-        types = dict(zip(("o_in", "m_in", "l_in", *names[3:]), map(_pointer, inputs), strict=True))
+        types = dict(zip(("o_in", "z_in", *names[2:]), map(_pointer, inputs), strict=True))
         types |= {"rows": "i32", "out": _pointer(partial)}
         constants = {"EPS": values["eps"], "SCALE": values["scale"]}
         ptx, tile = _tiled("merge", types, constants, _features(partial))
         return ptx, trtp.cdiv(rows, tile), rows
 
-    return _Plugin("Merge", names, ("eps", "scale"), 1, lambda o, m, l, partial, *_: partial.like(), implement)
-
-
-def _merge_first(trtp: Any) -> _Plugin:
-    def implement(inputs: tuple[Any, ...], values: Mapping[str, float]) -> tuple[Ptx, Any, Any]:
-        o, l = inputs
-        rows = _rows(trtp, o)
-        types = {"o_in": _pointer(o), "l_in": _pointer(l), "rows": "i32", "out": _pointer(o)}
-        ptx, tile = _tiled("merge_first", types, {"SCALE": values["scale"]}, _features(o))
-        return ptx, trtp.cdiv(rows, tile), rows
-
-    return _Plugin("MergeFirst", ("o", "l"), ("scale",), 1, lambda o, l: o.like(), implement)
+    return _Plugin("Merge", names, ("eps", "scale"), 1, lambda o, z, partial, *_: partial.like(), implement)
 
 
 def _tiled(kernel: str, types: Mapping[str, Any], constants: Mapping[str, Any], d: int) -> tuple[Ptx, int]:
@@ -242,18 +230,10 @@ def _pointer(tensor: Any) -> str:
     return f"*{_TYPES[name]}"
 
 
-def _float(tensor: Any) -> Any:
-    return type(tensor.dtype).FLOAT
-
-
 def _features(tensor: Any) -> int:
-    return _constant(tensor, tensor.ndim - 1)
-
-
-def _constant(tensor: Any, axis: int) -> int:
-    size = tensor.shape_expr[axis]
+    size = tensor.shape_expr[tensor.ndim - 1]
     if not size.is_constant:
-        raise ExportError("the number of features and of reads must be static in the model")
+        raise ExportError("the number of features must be static in the model")
     return int(size.constant_value())
 
 

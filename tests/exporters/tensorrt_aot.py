@@ -26,10 +26,9 @@ def cases() -> list[tuple[str, Inputs, dict[str, float]]]:
         eps, scale = {"eps": 1e-6}, {"scale": float(n)}
         sources: Inputs = [(tokens, kind)] * n
         found.append((f"DepthAttentionN{n}", [((d,), kind), ((d,), "FLOAT"), *sources], eps | scale))
-        found.append((f"InterBlockN{n}", [((6, d), kind), ((6, d), kind), *sources], eps))
-        o: Inputs = [(tokens, "FLOAT"), (tokens[:2], "FLOAT"), (tokens[:2], "FLOAT")]
+        found.append((f"InterBlockN{n}S6", [((6, d), kind), ((6, d), "FLOAT"), *sources], eps))
+        o: Inputs = [(tokens, "FLOAT"), (tokens[:2], "FLOAT")]
         found.append(("Merge", [*o, (tokens, kind), ((d,), kind), ((d,), "FLOAT")], eps | scale))
-        found.append(("MergeFirst", [o[0], o[2]], scale))
     return found
 
 
@@ -49,8 +48,8 @@ def assembled(ptx: str, capability: int) -> dict[str, Any]:
 
 def main() -> None:
     trt = tensorrt_stand_in.install()
-    names = register_plugins([2, 9])
-    print(json.dumps({"first": names, "then": register_plugins([9, 2, 33, 3])}))
+    names = register_plugins([2, 9], [6])
+    print(json.dumps({"first": names, "then": register_plugins([9, 2, 33, 3], [6])}))
     for name, inputs, attributes in cases():
         found = tensorrt_stand_in.build(trt, f"{NAMESPACE}::{name}", inputs, attributes)
         ptx = found.pop("code")

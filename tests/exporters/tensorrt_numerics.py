@@ -48,26 +48,24 @@ def test_depth_attention(n: int, d: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n, d, dtype", SHAPES[:4], ids=str)
 def test_inter_block(n: int, d: int, dtype: torch.dtype, reads: int) -> None:
     queries, key_norms, blocks = material(n, d, dtype, reads)
-    o, m, l = torch.empty(reads, TOKENS, d), torch.empty(reads, TOKENS), torch.empty(reads, TOKENS)
+    os, zs = [torch.empty(TOKENS, d) for _ in range(reads)], [torch.empty(TOKENS) for _ in range(reads)]
     group, size = read_groups(reads, d)
     kernels.inter_block[(TOKENS * -(-reads // group),)](
-        queries, key_norms, tuple(blocks), TOKENS, o, m, l, EPS=EPS, S=reads, GROUP=group, D=d, COLUMNS=size.columns
+        *(queries, key_norms, tuple(blocks), TOKENS, tuple(os), tuple(zs)),
+        **{"EPS": EPS, "GROUP": group, "D": d, "COLUMNS": size.columns},
     )
     wide = [x.double() for x in (queries, key_norms, *blocks)]
-    expected = reference.inter_block(wide[2:], wide[0], wide[1], eps=EPS)
-    for name, actual, value in zip("oml", (o, m, l), expected, strict=True):
-        assert_close(actual, value, name)
+    o, m, l = reference.inter_block(wide[2:], wide[0], wide[1], eps=EPS)
+    assert_close(torch.stack(os), o / l[..., None])
+    assert_close(torch.stack(zs), m + l.log())
 
 
 @pytest.mark.parametrize("d, dtype", [(d, dtype) for _, d, dtype in SHAPES], ids=str)
 def test_merge(d: int, dtype: torch.dtype) -> None:
     query, key_norm, (partial,) = material(1, d, dtype)
-    o, m, l = torch.randn(TOKENS, d), torch.randn(TOKENS), 1 + torch.rand(TOKENS)
-    out, first, size = torch.empty(TOKENS, d, dtype=dtype), torch.empty(TOKENS, d), tile(d)
+    o, z = torch.randn(TOKENS, d), torch.randn(TOKENS)
+    out, size = torch.empty(TOKENS, d, dtype=dtype), tile(d)
     sizes = {"D": d, "COLUMNS": size.columns, "ROWS": size.rows}
-    grid = (size.count(TOKENS),)
-    kernels.merge[grid](o, m, l, partial, query, key_norm, TOKENS, out, EPS=EPS, SCALE=3.0, **sizes)
-    kernels.merge_first[grid](o, l, TOKENS, first, SCALE=3.0, **sizes)
-    wide = [x.double() for x in (o, m, l, partial, query, key_norm)]
+    kernels.merge[(size.count(TOKENS),)](o, z, partial, query, key_norm, TOKENS, out, EPS=EPS, SCALE=3.0, **sizes)
+    wide = [x.double() for x in (o, z, torch.ones(TOKENS), partial, query, key_norm)]
     assert_close(out, reference.merge(*wide, eps=EPS, scale=3.0))
-    assert_close(first, 3.0 * o.double() / l.double()[:, None])

@@ -40,11 +40,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.skipif(not tensorrt_stand_in.found(), reason="tensorrt-cu13-bindings is not installed")
 def test_ahead_of_time(built: list[dict[str, Any]]) -> None:
     names, *plugins = built
-    assert names["first"] == [
-        *("Merge", "MergeFirst", "DepthAttentionN2", "InterBlockN2", "DepthAttentionN9", "InterBlockN9")
-    ]
-    assert names["then"] == ["DepthAttentionN3", "InterBlockN3", "DepthAttentionN33", "InterBlockN33"]
-    assert len(plugins) == 16
+    assert names["first"] == ["Merge", "DepthAttentionN2", "InterBlockN2S6", "DepthAttentionN9", "InterBlockN9S6"]
+    assert names["then"] == ["DepthAttentionN33", "InterBlockN33S6", "DepthAttentionN3", "InterBlockN3S6"]
+    assert len(plugins) == 12
     for plugin in plugins:
         print(plugin)
         # Inputs, then one integer, then outputs.
@@ -70,11 +68,10 @@ def test_shapes_types_and_grids(built: list[dict[str, Any]]) -> None:
     found = {plugin["plugin"]: plugin for plugin in built[1:] if plugin["d"] == 1024}
     assert found["DepthAttentionN9"]["types"] == ["HALF"]
     assert found["DepthAttentionN9"]["sizes"] == [["7?", "7?", 1024]]
-    assert found["InterBlockN9"]["types"] == ["FLOAT"] * 3
-    assert found["InterBlockN9"]["sizes"] == [[6, "7?", "7?", 1024], [6, "7?", "7?"], [6, "7?", "7?"]]
-    assert found["InterBlockN9"]["grid"] == 49 * 2
+    assert found["InterBlockN9S6"]["types"] == ["FLOAT"] * 12
+    assert found["InterBlockN9S6"]["sizes"] == [["7?", "7?", 1024]] * 6 + [["7?", "7?"]] * 6
+    assert found["InterBlockN9S6"]["grid"] == 49 * 2
     assert found["Merge"]["types"] == ["HALF"]
-    assert found["MergeFirst"]["types"] == ["FLOAT"]
     # A narrow row shares its program with others.
     narrow = next(plugin for plugin in built[1:] if plugin["plugin"] == "DepthAttentionN2")
     assert (narrow["grid"], narrow["threads"]) == (7, 32)
