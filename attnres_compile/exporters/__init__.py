@@ -2,5 +2,6 @@
 
 from attnres_compile.exporters.onnx import OnnxExport, export_onnx
 from attnres_compile.exporters.tensorrt import TensorRTExport, export_tensorrt
+from attnres_compile.exporters.tensorrt_plugins import register_plugins
 
-__all__ = ["OnnxExport", "TensorRTExport", "export_onnx", "export_tensorrt"]
+__all__ = ["OnnxExport", "TensorRTExport", "export_onnx", "export_tensorrt", "register_plugins"]

@@ -31,6 +31,7 @@ from attnres_compile.exporters.example_call import (
 )
 from attnres_compile.exporters.onnx import capture, export_onnx, quiet, staging_folder
 from attnres_compile.exporters.tensorrt_build import Kernel, Range
+from attnres_compile.exporters.tensorrt_plugins import register_plugins
 from attnres_compile.passes.base import Subject, run
 from attnres_compile.passes.join_phases import JoinPhases
 from attnres_compile.passes.remove_dead import RemoveDead
@@ -104,6 +105,7 @@ def export_tensorrt(
     dynamic_shapes: Shapes | None = None,
     output: Callable[[Any], Any] | None = None,
     runtime: str | None = None,
+    plugins: bool = False,
     opset_version: int = 23,
     echo: Callable[[str], None] | None = print,
 ) -> TensorRTExport:
@@ -124,6 +126,8 @@ def export_tensorrt(
             bounds, whose usual size is the example's. None: all axes are static.
         output: picks what is exported from the model's result.
         runtime: ``tensorrt``, ``tensorrt_rtx``, or None for the first of them that can be imported and do it.
+        plugins: let the reads be plugins (``register_plugins``), whose kernels the engine carries with it; needs
+            ``tensorrt``.
         opset_version: version of ONNX's standard operator set, 20 to 25.
         echo: takes lines on progress; None for silence.
 
@@ -140,6 +144,8 @@ def export_tensorrt(
     if precision not in PRECISIONS:
         raise OptionError(f"precision is one of {', '.join(PRECISIONS)}; got {precision!r}")
     trt, targets = tensorrt_build.package(runtime, compute_capabilities)
+    if plugins and trt.__name__ != tensorrt_build.TENSORRT:
+        raise OptionError(f"{trt.__name__} takes no plugins; leave plugins out, or build with tensorrt")
     target, say = Path(path), echo or (lambda line: None)
     with staging_folder(target) as folder, quiet():
         dtype = PRECISIONS[precision]
@@ -153,6 +159,8 @@ def export_tensorrt(
         from attnres_compile.exporters.tensorrt_form import set_form
 
         form = set_form(folder / "plain.onnx", folder / "model.onnx")
+        if plugins:
+            register_plugins({len(read.sources) for read in form.reads}, ())
         parity = _compare(folder / "model.onnx", call, expected, precision)
         profile = _profile(form.inputs, ranges)
         engine = tensorrt_build.build(trt, folder / "model.onnx", profile, targets, form.places)

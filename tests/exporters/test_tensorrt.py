@@ -242,6 +242,12 @@ def test_axis_that_is_static_in_the_model(tmp_path: Path) -> None:
 
 
 @builds
+def test_plugins_need_tensorrt(tmp_path: Path) -> None:
+    options = {"runtime": "tensorrt_rtx", "plugins": True}
+    refused(OptionError, "tensorrt_rtx takes no plugins", tmp_path / "m.engine", **options)
+
+
+@builds
 def test_unwritable_path(tmp_path: Path) -> None:
     refused(ExportError, "cannot write .*: No such file", tmp_path / "no" / "m.engine")
 
