@@ -65,9 +65,7 @@ ExportPath = Annotated[Path, typer.Argument(metavar="PATH", help="File to write.
 Format = Annotated[Literal["onnx", "tensorrt"], typer.Option("--format", help="ONNX, or an engine for NVIDIA GPUs.")]
 Precision = Annotated[str, typer.Option("--precision", help="Engines: fp32, fp16 or bf16.")]
 Targets = Annotated[str | None, typer.Option("--compute-capabilities", help="Engines: GPUs, as 80,86 for 8.0, 8.6.")]
-Batch = Annotated[
-    str | None, typer.Option("--batch", help="Engines: smallest:usual:largest batch; static if left out.")
-]
+Batch = Annotated[str | None, typer.Option("--batch", help="Engines: smallest:usual:largest batch; else static.")]
 Length = Annotated[str | None, typer.Option("--length", help="Engines: the same of the sequence's length.")]
 Opset = Annotated[int, typer.Option("--opset", help="Version of ONNX's operator set.")]
 Atol = Annotated[float, typer.Option("--atol", help="Largest difference allowed between ONNX Runtime and PyTorch.")]

@@ -44,7 +44,7 @@ def test_depth_attention(n: int, d: int, dtype: torch.dtype) -> None:
     assert_close(out, reference.depth_attention(wide[2:], wide[0], wide[1], eps=EPS, scale=2.0))
 
 
-@pytest.mark.parametrize("reads", [1, 3, 6])
+@pytest.mark.parametrize("reads", [1, 6])
 @pytest.mark.parametrize("n, d, dtype", SHAPES[:4], ids=str)
 def test_inter_block(n: int, d: int, dtype: torch.dtype, reads: int) -> None:
     queries, key_norms, blocks = material(n, d, dtype, reads)
