@@ -149,7 +149,7 @@ class _Plugin:
 
         tensors, numbers = dict.fromkeys(self.inputs, desc), dict.fromkeys(self.attributes, float)
         text, launch = str | bytes, trtp.KernelLaunchParams
-        built = tuple[text, text, launch, trtp.SymExprs]  # type: ignore[valid-type, name-defined]
+        built = tuple[text, text, launch, trtp.SymExprs]  # type: ignore[valid-type]
         _sign(describe, tensors | numbers, result)
         _sign(implement, tensors | numbers | {"outputs": inspect.Parameter.empty, "tactic": int}, built)
         trtp.register(identity)(describe)
@@ -244,7 +244,7 @@ def _rows(trtp: Any, tensor: Any) -> Any:
 
 def _leaves(signature: Mapping[str, Any]) -> list[tuple[tuple[int, ...], str]]:
     """The kernel's arguments in order, those in tuples too, each with its path."""
-    found = []
+    found: list[tuple[tuple[int, ...], str]] = []
     for i, kind in enumerate(signature.values()):
         parts = enumerate(kind) if isinstance(kind, tuple) else [(None, kind)]
         found += [((i,) if j is None else (i, j), part) for j, part in parts]

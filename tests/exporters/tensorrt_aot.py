@@ -39,7 +39,7 @@ def assembled(ptx: str, capability: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "kernel.ptx"
         file.write_text(ptx)
-        command = [tool, "-v", f"-arch=sm_{capability}", file, "-o", file.with_suffix(".cubin")]
+        command: list[str | Path] = [tool, "-v", f"-arch=sm_{capability}", file, "-o", file.with_suffix(".cubin")]
         done = subprocess.run(command, capture_output=True, text=True)
     registers = re.findall(r"Used (\d+) registers", done.stderr)
     spills = re.findall(r"(\d+) bytes (?:spill stores|spill loads|stack frame)", done.stderr)

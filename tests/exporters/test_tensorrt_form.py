@@ -1,6 +1,7 @@
 """The function behind a read for TensorRT: the same numbers as the equations, and the rules of its parser."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,19 +21,20 @@ EPS = 1e-6
 TYPES = {torch.float32: onnx.TensorProto.FLOAT, torch.float16: onnx.TensorProto.FLOAT16}
 
 
-def model(n: int, d: int, dtype: torch.dtype, function: onnx.FunctionProto) -> onnx.ModelProto:
+def model(n: int, d: int, dtype: torch.dtype, function: Any) -> Any:
     """One read of `n` inputs of the graph."""
     names = ["query", "key_norm", *(f"v{i}" for i in range(n))]
     shapes = [[d], [d], *[["batch", "length", d]] * n]
-    inputs = [onnx.helper.make_tensor_value_info(*pair) for pair in zip(names, [TYPES[dtype]] * (n + 2), shapes)]  # type: ignore[arg-type]  # noqa: B905
-    output = onnx.helper.make_tensor_value_info("h", TYPES[dtype], ["batch", "length", d])
+    kind = TYPES[dtype]
+    inputs = [onnx.helper.make_tensor_value_info(name, kind, shape) for name, shape in zip(names, shapes, strict=True)]
+    output = onnx.helper.make_tensor_value_info("h", kind, ["batch", "length", d])
     node = onnx.helper.make_node(function.name, names, ["h"], "read", domain=DOMAIN, eps=EPS, scale=float(n))
     graph = onnx.helper.make_graph([node], "graph", inputs, [output])
     opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(DOMAIN, 1)]
     return onnx.helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10)
 
 
-def run(proto: onnx.ModelProto, *inputs: Tensor) -> Tensor:
+def run(proto: Any, *inputs: Tensor) -> Tensor:
     onnx.checker.check_model(proto, full_check=True)
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
