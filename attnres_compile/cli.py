@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -63,7 +63,12 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Directory to write
 Force = Annotated[bool, typer.Option("--force", help="Replace what an earlier transform wrote there.")]
 Saved = Annotated[Path | None, typer.Argument(metavar="[TRANSFORMED_DIR]", help="What transform wrote.")]
 Weights = Annotated[Path | None, typer.Option("--weights", help="What transform wrote; MODEL is the original.")]
-OnnxPath = Annotated[Path, typer.Argument(metavar="PATH.onnx", help="File to write.", show_default=False)]
+ExportPath = Annotated[Path, typer.Argument(metavar="PATH", help="File to write.", show_default=False)]
+Format = Annotated[Literal["onnx", "tensorrt"], typer.Option("--format", help="ONNX, or an engine for NVIDIA GPUs.")]
+Precision = Annotated[str, typer.Option("--precision", help="Engines: fp32, fp16 or bf16.")]
+Targets = Annotated[str | None, typer.Option("--compute-capabilities", help="Engines: GPUs, as 80,86 for 8.0, 8.6.")]
+Batch = Annotated[str | None, typer.Option("--batch", help="Engines: smallest:usual:largest batch; else static.")]
+Length = Annotated[str | None, typer.Option("--length", help="Engines: the same of the sequence's length.")]
 Opset = Annotated[int, typer.Option("--opset", help="Version of ONNX's operator set.")]
 Atol = Annotated[float, typer.Option("--atol", help="Largest difference allowed between ONNX Runtime and PyTorch.")]
 Kind = Annotated[cli_plots.Kind, typer.Argument(metavar="weights|dynamics|mixing|all", show_default=False)]
@@ -160,11 +165,16 @@ def verify(
 @app.command()
 def export(
     model: Model,
-    path: OnnxPath,
+    path: ExportPath,
+    format: Format = "onnx",
     weights: Weights = None,
     opset: Opset = 23,
     atol: Atol = 1e-4,
     static: Static = False,
+    precision: Precision = "fp32",
+    compute_capabilities: Targets = None,
+    batch: Batch = None,
+    length: Length = None,
     verify: Verify = "full",
     num_blocks: NumBlocks = None,
     block_size: BlockSize = None,
@@ -176,8 +186,10 @@ def export(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Transform a model and write it as ONNX; hf: also takes a directory that transform wrote, queries and all."""
+    """Transform a model and write it as ONNX, or as a TensorRT engine; hf: also takes what transform wrote."""
     with _reported(debug):
+        if format == "onnx" and (precision != "fp32" or compute_capabilities or batch or length):
+            raise OptionError("--precision, --compute-capabilities, --batch and --length need --format tensorrt")
         options = _options(num_blocks, block_size, no_preserve, no_key_norm, eps, chains)
         cli_models.require_writable(path)
         if weights is not None:
@@ -185,13 +197,21 @@ def export(
         loaded = _load(model, dtype)
         saved = weights or (loaded.directory if loaded.options is not None else None)
         transformed, report = _transformed(loaded, options, verify, json, saved)
+        inputs = normalise(transformed, None).kwargs if loaded.example_inputs is None else loaded.example_inputs
+        if format == "tensorrt":
+            from attnres_compile import cli_tensorrt
+
+            with _step(f"building {path}"):
+                axes = {"batch": batch, "sequence": length}
+                cli_tensorrt.export(transformed, inputs, path, precision, compute_capabilities, axes, opset, _progress)
+            _show(report, json)
+            return
         from attnres_compile.exporters.onnx import export_onnx
 
-        inputs = loaded.example_inputs
         with _step(f"exporting to {path} and comparing with ONNX Runtime"):
             export_onnx(
                 transformed,
-                normalise(transformed, None).kwargs if inputs is None else inputs,
+                inputs,
                 path,
                 dynamic_shapes={} if static else None,
                 opset_version=opset,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -15,6 +16,10 @@ OPTIONAL = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "hf": ("transformers", "safetensors"),
     "plot": ("matplotlib",),
+}
+LIBRARIES = {
+    "tensorrt": "builds and runs engines on the GPU at hand, with plugins",
+    "tensorrt_rtx": "builds engines for RTX GPUs that need not be there",
 }
 
 
@@ -43,7 +48,17 @@ def findings() -> list[tuple[str, bool, str]]:
             found.append((extra, False, f"{', '.join(missing)} missing: pip install 'attnres-compile[{extra}]'"))
         else:
             found.append((extra, True, ", ".join(f"{name} {number}" for name, number in versions.items())))
-    return found
+    return [*found, *map(_tensorrt, LIBRARIES)]
+
+
+def _tensorrt(name: str) -> tuple[str, bool, str]:
+    """Whether the library can be loaded too: the package of ``tensorrt`` installs without it."""
+    try:
+        return name, True, f"{name} {import_module(name).__version__}; {LIBRARIES[name]}"
+    except Exception as error:
+        extra = name.replace("_", "-")
+        reason = "missing" if isinstance(error, ModuleNotFoundError) and error.name == name else f"broken ({error})"
+        return name, False, f"{name} {reason}: pip install 'attnres-compile[{extra}]'; {LIBRARIES[name]}"
 
 
 def _version(name: str) -> str | None:

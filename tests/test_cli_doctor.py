@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,17 @@ from attnres_compile.ops.cpu import build
 
 def test_every_part_is_listed() -> None:
     found = {name: (works, what) for name, works, what in cli_doctor.findings()}
-    assert list(found) == ["torch", "CPU kernels", "Triton kernels", "CUDA", "onnx", "hf", "plot"]
+    assert list(found) == [
+        "torch",
+        "CPU kernels",
+        "Triton kernels",
+        "CUDA",
+        "onnx",
+        "hf",
+        "plot",
+        "tensorrt",
+        "tensorrt_rtx",
+    ]
     assert torch.__version__ in found["torch"][1]
     assert found["CPU kernels"] == (cpu.available(), cpu.reason() or "built for this machine")
     assert all(what for _, what in found.values())
@@ -25,6 +37,16 @@ def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(cli_doctor.OPTIONAL, "onnx", ("onnx", "no-such-package"))
     (line,) = [what for name, _, what in cli_doctor.findings() if name == "onnx"]
     assert line == "no-such-package missing: pip install 'attnres-compile[onnx]'"
+
+
+def test_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", SimpleNamespace(__version__="1.7.1"))
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    found = {name: (works, what) for name, works, what in cli_doctor.findings()}
+    assert found["tensorrt_rtx"] == (True, f"tensorrt_rtx 1.7.1; {cli_doctor.LIBRARIES['tensorrt_rtx']}")
+    works, what = found["tensorrt"]
+    assert not works
+    assert what.startswith("tensorrt missing: pip install 'attnres-compile[tensorrt]'; builds and runs engines")
 
 
 @pytest.mark.skipif(os.environ.get(build.SWITCH) == "0", reason="the kernels are turned off")

@@ -85,10 +85,16 @@ def has_weight(node: fx.Node, owner: nn.Module) -> bool:
 
 def location(node: fx.Node) -> str:
     """``file:line: code`` of the innermost frame outside torch, or a word that it is unknown."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n?\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    line = line_of(node.meta.get("stack_trace") or "")
+    path = calls(node)[-1].path if not line and calls(node) else ""
+    return line or (f"in module {path!r}" if path else "source line unknown")
+
+
+def line_of(stack_trace: str) -> str:
+    """``file:line: code`` of the innermost frame outside torch, empty without frames."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n?\s*([^\n]*)', stack_trace)
     ours = [frame for frame in frames if "/torch/" not in frame[0]] or frames
     if not ours:
-        path = calls(node)[-1].path if calls(node) else ""
-        return f"in module {path!r}" if path else "source line unknown"
+        return ""
     file, line, code = ours[-1]
     return f"{file}:{line}: {code.strip()}"

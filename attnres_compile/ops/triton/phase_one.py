@@ -24,7 +24,7 @@ def inter_block(blocks: Sequence[Tensor], keys: Tensor, eps: float) -> tuple[Ten
     if not o.numel():
         return o, m, l
     xs, keys = [rows_of(b) for b in blocks], keys.contiguous()
-    rows, (group, size) = xs[0].shape[0], _groups(S, d)
+    rows, (group, size) = xs[0].shape[0], read_groups(S, d)
     with on(o.device):
         entries, aligned = table(xs)
         _forward[(rows * -(-S // group),)](
@@ -56,7 +56,7 @@ def inter_block_backward(
         return grads, torch.zeros_like(keys)
     xs, (S, d), keys = [rows_of(b) for b in blocks], keys.shape, keys.contiguous()
     grad_o, grad_m, grad_l = grad_o.contiguous(), grad_m.contiguous(), grad_l.contiguous()
-    n, rows, (group, size) = len(xs), xs[0].shape[0], _groups(S, d)
+    n, rows, (group, size) = len(xs), xs[0].shape[0], read_groups(S, d)
     padded = triton.next_power_of_2(S)
     # Many reads also have many scalars to hold.
     chunk = min(size.columns, _HELD_BACKWARD // padded // (2 if padded > 16 else 1))
@@ -111,7 +111,7 @@ def inter_block_backward(
     return grads, grad_keys.sum(0)
 
 
-def _groups(S: int, d: int) -> tuple[int, Tile]:
+def read_groups(S: int, d: int) -> tuple[int, Tile]:
     """Reads per program, and the program's tile."""
     columns = tile(d).columns
     group = min(4, triton.next_power_of_2(S), max(1, _KEYS_HELD // columns))

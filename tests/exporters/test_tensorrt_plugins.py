@@ -1,0 +1,115 @@
+"""Plugins through NVIDIA's own `tensorrt.plugin`: what a builder is given, and the kernels' numbers."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnres_compile.errors import ExportError, MissingDependencyError
+from attnres_compile.exporters import tensorrt_plugins
+from attnres_compile.exporters.tensorrt_plugins import without_hidden
+from attnres_compile.ops import triton as kernels
+from tests.exporters import tensorrt_stand_in
+
+ROOT = Path(__file__).parents[2]
+importable = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
+
+
+def run(*command: str, **environment: str) -> str:
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTEST_"))}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=variables | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    cache = str(tmp_path_factory.mktemp("triton"))
+    lines = run("-W", "error", "-m", "tests.exporters.tensorrt_aot", TRITON_CACHE_DIR=cache).splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@importable
+@pytest.mark.skipif(not tensorrt_stand_in.found(), reason="tensorrt-cu13-bindings is not installed")
+def test_ahead_of_time(built: list[dict[str, Any]]) -> None:
+    names, *plugins = built
+    assert names["first"] == ["Merge", "DepthAttentionN2", "InterBlockN2S6", "DepthAttentionN9", "InterBlockN9S6"]
+    assert names["then"] == ["DepthAttentionN33", "InterBlockN33S6"]
+    assert len(plugins) == 9
+    for plugin in plugins:
+        print(plugin)
+        # Inputs, then one integer, then outputs.
+        pointers = ["u64"] * plugin["inputs"], ["u64"] * len(plugin["types"])
+        assert plugin["parameters"] == [*pointers[0], "u32", *pointers[1]]
+        assert plugin["extra"] == [49]
+        assert plugin["entry"] == plugin["kernel"]
+        assert plugin["target"] == ["sm_80"]
+        # What drivers of CUDA 13.0 take.
+        assert float(plugin["version"][0]) <= 9.0
+        assert not plugin["paths"]
+        # More would have to be asked for at the launch.
+        assert plugin["shared"] <= 48 * 1024
+        for capability, found in plugin["assembled"].items():
+            assert found["rc"] == 0, (plugin["plugin"], capability)
+            assert found["spills"] == 0, (plugin["plugin"], capability, found)
+            assert 0 < found["registers"] * plugin["threads"] <= 65536
+
+
+@importable
+@pytest.mark.skipif(not tensorrt_stand_in.found(), reason="tensorrt-cu13-bindings is not installed")
+def test_shapes_types_and_grids(built: list[dict[str, Any]]) -> None:
+    found = {plugin["plugin"]: plugin for plugin in built[1:] if plugin["d"] == 1024}
+    assert found["DepthAttentionN9"]["types"] == ["HALF"]
+    assert found["DepthAttentionN9"]["sizes"] == [["7?", "7?", 1024]]
+    assert found["InterBlockN9S6"]["types"] == ["FLOAT"] * 12
+    assert found["InterBlockN9S6"]["sizes"] == [["7?", "7?", 1024]] * 6 + [["7?", "7?"]] * 6
+    assert found["InterBlockN9S6"]["grid"] == 49 * 2
+    assert found["Merge"]["types"] == ["HALF"]
+    # A narrow row shares its program with others.
+    narrow = next(plugin for plugin in built[1:] if plugin["plugin"] == "DepthAttentionN2")
+    assert (narrow["grid"], narrow["threads"]) == (7, 32)
+
+
+@importable
+def test_numerics() -> None:
+    file = "tests/exporters/tensorrt_numerics.py"
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", file, TRITON_INTERPRET="1")
+
+
+PTX = """.visible .entry kernel(
+\t.param .u64 .ptr .global .align 1 kernel_param_0,
+\t.param .u32 kernel_param_1,
+\t.param .u64 .ptr .global .align 1 kernel_param_2,
+\t.param .u64 .ptr .global .align 1 kernel_param_3
+)
+.reqntid 128
+{
+\tld.param.b64 %rd1, [kernel_param_0];
+}
+"""
+
+
+def test_hidden_parameters_are_removed() -> None:
+    code = without_hidden(PTX, 2)
+    assert re.findall(r"kernel_param_\d", code) == ["kernel_param_0", "kernel_param_1", "kernel_param_0"]
+    assert code.startswith(PTX[: PTX.index(",\n\t.param .u64 .ptr .global .align 1 kernel_param_2")] + "\n)\n")
+
+
+@pytest.mark.parametrize("count, ptx", [(3, PTX), (2, PTX.replace("_0]", "_3]")), (2, "no kernel")])
+def test_other_parameters(count: int, ptx: str) -> None:
+    with pytest.raises(ExportError, match=f"Triton compiled a kernel of {count} arguments"):
+        without_hidden(ptx, count)
+
+
+@importable
+def test_missing_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(MissingDependencyError, match=r"tensorrt.plugin, .*pip install 'attnres-compile\[tensorrt\]'"):
+        tensorrt_plugins.register_plugins()
