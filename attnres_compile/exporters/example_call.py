@@ -139,13 +139,13 @@ def without_names(shapes: Mapping[str, Any]) -> Any:
             return {axis: Dim.DYNAMIC if isinstance(dim, str) else dim for axis, dim in axes.items()}
         return axes and type(axes)(Dim.DYNAMIC if isinstance(dim, str) else dim for dim in axes)
 
-    return pytree.tree_map(unnamed, dict(shapes), is_leaf=_is_axes)
+    return pytree.tree_map(unnamed, dict(shapes), is_leaf=is_axes)
 
 
 def enlarged(call: ExampleCall, shapes: Mapping[str, Any]) -> ExampleCall:
     """The call with every dynamic axis of size 1 at size 2: ``torch.export`` takes a size of 1 for a constant."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
-    specs = pytree.tree_leaves(shapes, is_leaf=_is_axes)
+    specs = pytree.tree_leaves(shapes, is_leaf=is_axes)
     if len(specs) != len(leaves):
         return call
 
@@ -161,7 +161,7 @@ def enlarged(call: ExampleCall, shapes: Mapping[str, Any]) -> ExampleCall:
 
 def axis_names(program: ExportedProgram, shapes: Mapping[str, Any]) -> dict[str, str]:
     """The names that ``shapes`` gives to the symbols of ``program``'s inputs, through strings or ``Dim`` objects."""
-    specs, inputs = pytree.tree_leaves(shapes, is_leaf=_is_axes), _input_values(program)
+    specs, inputs = pytree.tree_leaves(shapes, is_leaf=is_axes), _input_values(program)
     names = {}
     for value, spec in zip(inputs, specs, strict=True) if len(inputs) == len(specs) else ():
         for axis, dim in _axes(spec):
@@ -232,7 +232,8 @@ def _ordered(kwargs: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
     return {name: kwargs[name] for name in order if name in kwargs} | dict(kwargs)
 
 
-def _is_axes(spec: Any) -> bool:
+def is_axes(spec: Any) -> bool:
+    """Whether a part of dynamic shapes describes the axes of one tensor."""
     if isinstance(spec, Mapping):
         return all(isinstance(key, int) for key in spec)
     return isinstance(spec, tuple | list) and not any(isinstance(dim, Mapping | tuple | list) for dim in spec)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,12 @@ from attnres_compile.exporters.example_call import (
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+Target = Literal["onnxruntime", "tensorrt"]
+Body = Literal["unrolled", "stacked", "matmul"]
+
+# As measured: fewest passes over memory, and one kernel a read.
+BODIES: Final[dict[Target, Body]] = {"onnxruntime": "matmul", "tensorrt": "unrolled"}
+
 # torch's exporter writes invalid models above, and its converter reaches no lower.
 OPSETS: Final = range(20, 26)
 
@@ -60,7 +66,7 @@ class OnnxExport:
     nodes: dict[str, int]
     functions: tuple[str, ...]
     parity: tuple[tuple[str, float], ...]
-    atol: float
+    atol: float | None
 
 
 def export_onnx(
@@ -70,15 +76,17 @@ def export_onnx(
     *,
     dynamic_shapes: Shapes | None = None,
     opset_version: int = 23,
-    atol: float = 1e-4,
+    atol: float | None = 1e-4,
     output: Callable[[Any], Any] | None = None,
+    target: Target = "onnxruntime",
+    body: Body | None = None,
     echo: Callable[[str], None] | None = print,
 ) -> OnnxExport:
     """Export a model to one ONNX file, and compare the file with PyTorch before it gets its name.
 
     The model runs in eval mode, without gradients and, where its ``forward`` has ``use_cache``, without a cache. The
-    depth-attention operators become nodes of domain ``attnres_compile``: ``DepthAttentionN<n>`` and ``InterBlockN<n>``
-    for n sources, ``Merge``, and ``MergeFirst`` for a block's first read. Weights beyond 1.5 GB lie beside the file, in
+    depth-attention operators become nodes of domain ``attnres_compile``: ``DepthAttentionN<n>`` for n sources,
+    ``InterBlockN<n>S<s>`` for s reads of n blocks at once, and ``Merge``. Weights beyond 1.5 GB lie beside the file, in
     ``<path>.data``. The file passes ONNX's checker and runs in ONNX Runtime, on the example inputs and, with dynamic
     axes, at other sizes.
 
@@ -90,9 +98,12 @@ def export_onnx(
         dynamic_shapes: as ``torch.export.export`` takes them; parameters left out are static, ``{}`` makes all static.
             None: axis 0 of all tensors is dynamic, and axis 1 of integer tensors ``[batch, length]``.
         opset_version: version of the standard operator set, 20 to 25.
-        atol: largest absolute difference that is allowed between ONNX Runtime and PyTorch.
+        atol: largest absolute difference that is allowed between ONNX Runtime and PyTorch; None does not compare.
         output: picks what is exported from the model's result, e.g. ``operator.attrgetter("logits")``; None exports all
             its tensors.
+        target: the runtime whose measurements choose ``body``; every runtime takes every form.
+        body: form of the functions behind the nodes: ``unrolled`` source by source (TensorRT makes one kernel of it),
+            ``matmul`` (fastest in ONNX Runtime) or ``stacked`` (the equations as written); None: the target's.
         echo: takes a line for each output's comparison, and one for the file; None for silence.
 
     Returns:
@@ -106,23 +117,23 @@ def export_onnx(
             Runtime rejects the result; a difference exceeds ``atol``. No file is left behind.
     """
     _check_dependencies()
-    _check_options(model, dynamic_shapes, opset_version)
+    _check_options(model, dynamic_shapes, opset_version, target, body)
     say = echo or (lambda line: None)
-    target = Path(path)
-    with _staging_folder(target) as folder, _quiet():
+    destination = Path(path)
+    with staging_folder(destination) as folder, quiet():
         call = example_call(model, args, output)
         with evaluated(call.module):
             expected = call.outputs()
-            program, names = _capture(model, call, dynamic_shapes)
-            runs = _runs(program, call, expected)
+            program, names = capture(model, call, dynamic_shapes)
+            runs = [] if atol is None else _runs(program, call, expected)
             translated = _translate(program, names, [name for name, _ in expected], opset_version)
-            nodes = _add_functions(translated)
-            _save_and_check(translated, folder / target.name)
-            parity = _compare(folder / target.name, runs, atol, say)
-        _publish(folder, target)
+            nodes = _add_functions(translated, body or BODIES[target])
+            _save_and_check(translated, folder / destination.name)
+            parity = () if atol is None else _compare(folder / destination.name, runs, atol, say)
+        _publish(folder, destination)
     listing = ", ".join(f"{name} ×{count}" for name, count in nodes.items()) or "no custom nodes"
-    say(f"✓ {target}: {listing}")
-    return OnnxExport(target, nodes, tuple(nodes), parity, atol)
+    say(f"✓ {destination}: {listing}")
+    return OnnxExport(destination, nodes, tuple(nodes), parity, atol)
 
 
 def _check_dependencies() -> None:
@@ -135,7 +146,13 @@ def _check_dependencies() -> None:
             ) from error
 
 
-def _check_options(model: nn.Module | ExportedProgram, shapes: Shapes | None, opset: int) -> None:
+def _check_options(
+    model: nn.Module | ExportedProgram, shapes: Shapes | None, opset: int, target: str, body: str | None
+) -> None:
+    if target not in BODIES:
+        raise OptionError(f"target is one of {', '.join(BODIES)}; got {target!r}")
+    if body not in (None, *get_args(Body)):
+        raise OptionError(f"body is one of {', '.join(get_args(Body))}; got {body!r}")
     if opset not in OPSETS:
         raise OptionError(f"opset_version is {OPSETS[0]} to {OPSETS[-1]}, got {opset}")
     if isinstance(model, ExportedProgram) and shapes is not None:
@@ -143,7 +160,7 @@ def _check_options(model: nn.Module | ExportedProgram, shapes: Shapes | None, op
 
 
 @contextmanager
-def _staging_folder(target: Path) -> Iterator[Path]:
+def staging_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target, on its file system: made before the long work, since the path may not be writable."""
     if target.is_dir():
         raise ExportError(f"cannot write {target}: it is a folder")
@@ -156,7 +173,7 @@ def _staging_folder(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence what torch's exporter says about itself, which nobody who exports a model can act on."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
@@ -169,7 +186,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _capture(
+def capture(
     model: nn.Module | ExportedProgram, call: ExampleCall, given: Shapes | None
 ) -> tuple[ExportedProgram, dict[str, str]]:
     """The exported program, and names for its dynamic axes."""
@@ -247,7 +264,7 @@ def _tensors(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def _add_functions(translated: torch.onnx.ONNXProgram) -> dict[str, int]:
+def _add_functions(translated: torch.onnx.ONNXProgram, form: Body) -> dict[str, int]:
     """Give every type of custom node its function. Returns the number of custom nodes by type."""
     import onnx_ir as ir
 
@@ -258,7 +275,7 @@ def _add_functions(translated: torch.onnx.ONNXProgram) -> dict[str, int]:
     every = chain.from_iterable(ir.traversal.RecursiveGraphIterator(body) for body in bodies)
     nodes = Counter(node.op_type for node in every if node.domain == DOMAIN)
     for name in sorted(nodes):
-        function = ir.serde.deserialize_function(function_proto(name, model.opset_imports[""]))
+        function = ir.serde.deserialize_function(function_proto(name, model.opset_imports[""], form))
         model.functions[function.identifier()] = function
     return dict(sorted(nodes.items()))
 
