@@ -14,7 +14,7 @@ from attnres_compile.errors import (
     RefusedError,
     VerificationError,
 )
-from attnres_compile.exporters import export_onnx
+from attnres_compile.exporters import export_onnx, export_onnx_decoder
 from attnres_compile.report import AttnResReport
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "RefusedError",
     "VerificationError",
     "export_onnx",
+    "export_onnx_decoder",
     "inspect",
     "ops",
     "pass_by_pass",

@@ -63,6 +63,9 @@ Saved = Annotated[Path | None, typer.Argument(metavar="[TRANSFORMED_DIR]", help=
 Weights = Annotated[Path | None, typer.Option("--weights", help="What transform wrote; MODEL is the original.")]
 OnnxPath = Annotated[Path, typer.Argument(metavar="PATH.onnx", help="File to write.", show_default=False)]
 Opset = Annotated[int, typer.Option("--opset", help="Version of ONNX's operator set.")]
+Runtime = Annotated[str, typer.Option("--target", help="onnxruntime or tensorrt: whose measurements choose the body.")]
+Body = Annotated[str | None, typer.Option("--body", help="Form of the functions: unrolled, stacked or matmul.")]
+Cache = Annotated[bool, typer.Option("--cache", help="A decoder's step, with its cache as inputs and outputs.")]
 Atol = Annotated[float, typer.Option("--atol", help="Largest difference allowed between ONNX Runtime and PyTorch.")]
 Static = Annotated[bool, typer.Option("--static", help="Fix all axes to the example inputs' sizes.")]
 
@@ -168,6 +171,9 @@ def export(
     eps: Eps = 1e-6,
     chains: Chains = None,
     dtype: Dtype = None,
+    target: Runtime = "onnxruntime",
+    body: Body = None,
+    cache: Cache = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -180,6 +186,14 @@ def export(
         loaded = _load(model, dtype)
         saved = weights or (loaded.directory if loaded.options is not None else None)
         transformed, report = _transformed(loaded, options, verify, json, saved)
+        runtime: Any = {"opset_version": opset, "atol": atol, "target": target, "body": body, "echo": _progress}
+        if cache:
+            from attnres_compile.exporters.onnx_decoder import export_onnx_decoder
+
+            with _step(f"exporting a step with its cache to {path} and comparing with ONNX Runtime"):
+                export_onnx_decoder(transformed, path, **runtime)
+            _show(report, json)
+            return
         from attnres_compile.exporters.onnx import export_onnx
 
         inputs = loaded.example_inputs
@@ -189,9 +203,7 @@ def export(
                 normalise(transformed, None).kwargs if inputs is None else inputs,
                 path,
                 dynamic_shapes={} if static else None,
-                opset_version=opset,
-                atol=atol,
-                echo=_progress,
+                **runtime,
             )
         _show(report, json)
 

@@ -7,13 +7,18 @@ ONNX Runtime inlines the functions. TensorRT takes a plugin of the node's name, 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
+import signal
+import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,7 +64,7 @@ class OnnxExport:
         nodes: number of custom nodes by type, e.g. ``{"DepthAttentionN2": 1, "Merge": 4}``.
         functions: types of the custom nodes that have a function in the file: all of them.
         parity: the outputs' names, each with its largest absolute difference between ONNX Runtime and PyTorch.
-        atol: what no difference exceeds.
+        atol: what no difference exceeds; None where nothing was compared.
     """
 
     path: Path
@@ -88,10 +93,11 @@ def export_onnx(
     depth-attention operators become nodes of domain ``attnres_compile``: ``DepthAttentionN<n>`` for n sources,
     ``InterBlockN<n>S<s>`` for s reads of n blocks at once, and ``Merge``. Weights beyond 1.5 GB lie beside the file, in
     ``<path>.data``. The file passes ONNX's checker and runs in ONNX Runtime, on the example inputs and, with dynamic
-    axes, at other sizes.
+    axes, at other sizes. Its metadata name the version, the form and the blocks.
 
     Args:
-        model: a module in fp32 or fp16, or an ExportedProgram.
+        model: a module in fp32, fp16 or bf16 (which ONNX Runtime cannot run on the CPU: not compared), or an
+            ExportedProgram.
         args: example inputs: a tensor, a tuple, a mapping of keyword inputs such as a BatchEncoding; None for those of
             the ExportedProgram, or for some made from a Hugging Face model's config.
         path: the file; an existing one is replaced.
@@ -111,7 +117,8 @@ def export_onnx(
 
     Raises:
         MissingDependencyError: onnx, onnxscript, onnx-ir or onnxruntime is missing.
-        OptionError: ``opset_version`` is not supported, or ``dynamic_shapes`` is given for an ExportedProgram.
+        OptionError: ``opset_version``, ``target`` or ``body`` is none of those named, or ``dynamic_shapes`` is given
+            for an ExportedProgram.
         InputError: the example inputs do not fit the model.
         ExportError: the path cannot be written to; the model cannot be captured or translated; the checker or ONNX
             Runtime rejects the result; a difference exceeds ``atol``. No file is left behind.
@@ -128,7 +135,11 @@ def export_onnx(
             runs = [] if atol is None else _runs(program, call, expected)
             translated = _translate(program, names, [name for name, _ in expected], opset_version)
             nodes = _add_functions(translated, body or BODIES[target])
+            _describe(translated, model, nodes, {"target": target, "body": body or BODIES[target]})
             _save_and_check(translated, folder / destination.name)
+            if _in_bfloat16(program):
+                atol = None
+                say("– parity not run: ONNX Runtime has no bfloat16 MatMul on the CPU; the checker accepts the file")
             parity = () if atol is None else _compare(folder / destination.name, runs, atol, say)
         _publish(folder, destination)
     listing = ", ".join(f"{name} ×{count}" for name, count in nodes.items()) or "no custom nodes"
@@ -168,8 +179,21 @@ def staging_folder(target: Path) -> Iterator[Path]:
         folder = TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
     except OSError as error:
         raise ExportError(f"cannot write {target}: {error.strerror or error} ({target.parent})") from error
-    with folder as name:
+    with folder as name, _interruptible():
         yield Path(name)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM end the process through its ``finally`` clauses, unless somebody handles it already."""
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if mine:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -278,6 +302,23 @@ def _add_functions(translated: torch.onnx.ONNXProgram, form: Body) -> dict[str, 
         function = ir.serde.deserialize_function(function_proto(name, model.opset_imports[""], form))
         model.functions[function.identifier()] = function
     return dict(sorted(nodes.items()))
+
+
+def _describe(translated: torch.onnx.ONNXProgram, model: Any, nodes: dict[str, int], options: dict[str, str]) -> None:
+    """Say in the file's metadata what made it, and what of."""
+    report = getattr(model, "attnres_report", None)
+    kept = ("source", "width", "sublayers", "blocks", "reads")
+    chains = (
+        [{key: getattr(chain, key) for key in kept} for chain in report.chains if chain.rewritten] if report else []
+    )
+    values = {"version": version("attnres-compile"), **options, "nodes": json.dumps(nodes)}
+    values |= {"model": report.model, "chains": json.dumps(chains)} if report else {}
+    translated.model.metadata_props.update({f"attnres_compile.{key}": value for key, value in values.items()})
+
+
+def _in_bfloat16(program: ExportedProgram) -> bool:
+    values = chain.from_iterable(_tensors(node.meta.get("val")) for node in program.graph.nodes)
+    return any(isinstance(value, Tensor) and value.dtype == torch.bfloat16 for value in values)
 
 
 def _save_and_check(translated: torch.onnx.ONNXProgram, path: Path) -> None:
