@@ -15,7 +15,7 @@ from attnres_compile.errors import (
     RefusedError,
     VerificationError,
 )
-from attnres_compile.exporters import export_onnx, export_tensorrt
+from attnres_compile.exporters import export_onnx, export_onnx_decoder, export_tensorrt
 from attnres_compile.pretrained import from_pretrained, save_pretrained
 from attnres_compile.report import AttnResReport
 from attnres_compile.training import optimizer_groups, read_modules, trainable_parameters
@@ -35,6 +35,7 @@ __all__ = [
     "RefusedError",
     "VerificationError",
     "export_onnx",
+    "export_onnx_decoder",
     "export_reads",
     "export_tensorrt",
     "from_pretrained",

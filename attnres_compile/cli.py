@@ -70,6 +70,9 @@ Targets = Annotated[str | None, typer.Option("--compute-capabilities", help="Eng
 Batch = Annotated[str | None, typer.Option("--batch", help="Engines: smallest:usual:largest batch; else static.")]
 Length = Annotated[str | None, typer.Option("--length", help="Engines: the same of the sequence's length.")]
 Opset = Annotated[int, typer.Option("--opset", help="Version of ONNX's operator set.")]
+Runtime = Annotated[str, typer.Option("--target", help="onnxruntime or tensorrt: whose measurements choose the body.")]
+Body = Annotated[str | None, typer.Option("--body", help="Form of the functions: unrolled, stacked or matmul.")]
+Cache = Annotated[bool, typer.Option("--cache", help="A decoder's step, with its cache as inputs and outputs.")]
 Atol = Annotated[float, typer.Option("--atol", help="Largest difference allowed between ONNX Runtime and PyTorch.")]
 Kind = Annotated[cli_plots.Kind, typer.Argument(metavar="weights|dynamics|mixing|all", show_default=False)]
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help=f"{cli_models.FORMS}.", show_default=False)]
@@ -183,6 +186,9 @@ def export(
     eps: Eps = 1e-6,
     chains: Chains = None,
     dtype: Dtype = None,
+    target: Runtime = "onnxruntime",
+    body: Body = None,
+    cache: Cache = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -198,26 +204,23 @@ def export(
         saved = weights or (loaded.directory if loaded.options is not None else None)
         transformed, report = _transformed(loaded, options, verify, json, saved)
         inputs = normalise(transformed, None).kwargs if loaded.example_inputs is None else loaded.example_inputs
+        runtime: Any = {"opset_version": opset, "atol": atol, "target": target, "body": body, "echo": _progress}
         if format == "tensorrt":
             from attnres_compile import cli_tensorrt
 
             with _step(f"building {path}"):
                 axes = {"batch": batch, "sequence": length}
                 cli_tensorrt.export(transformed, inputs, path, precision, compute_capabilities, axes, opset, _progress)
-            _show(report, json)
-            return
-        from attnres_compile.exporters.onnx import export_onnx
+        elif cache:
+            from attnres_compile.exporters.onnx_decoder import export_onnx_decoder
 
-        with _step(f"exporting to {path} and comparing with ONNX Runtime"):
-            export_onnx(
-                transformed,
-                inputs,
-                path,
-                dynamic_shapes={} if static else None,
-                opset_version=opset,
-                atol=atol,
-                echo=_progress,
-            )
+            with _step(f"exporting a step with its cache to {path} and comparing with ONNX Runtime"):
+                export_onnx_decoder(transformed, path, **runtime)
+        else:
+            from attnres_compile.exporters.onnx import export_onnx
+
+            with _step(f"exporting to {path} and comparing with ONNX Runtime"):
+                export_onnx(transformed, inputs, path, dynamic_shapes={} if static else None, **runtime)
         _show(report, json)
 
 

@@ -245,6 +245,31 @@ def test_export_has_dynamic_axes(run: Run, tmp_path: Path) -> None:
     assert "4 in GPTBlock" in result.out
 
 
+def test_export_in_another_form(run: Run, tmp_path: Path) -> None:
+    import onnx
+
+    file, options = tmp_path / "model.onnx", ("--verify", "off", "--num-blocks", "2", "--static")
+    assert run("export", GPT, file, *options, "--target", "tensorrt", "--body", "stacked").code == 0
+    metadata = {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+    assert metadata["attnres_compile.target"] == "tensorrt"
+    assert metadata["attnres_compile.body"] == "stacked"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "tvm"], "target is one of onnxruntime, tensorrt; got 'tvm'"),
+        (["--body", "rolled"], "body is one of unrolled, stacked, matmul; got 'rolled'"),
+        (["--cache"], "NanoGPT.forward takes no cache of keys and values (past_key_values)"),
+    ],
+)
+def test_export_options_that_cannot_work(run: Run, tmp_path: Path, options: list[str], message: str) -> None:
+    result = run("export", GPT, tmp_path / "model.onnx", "--verify", "off", "--num-blocks", "2", *options)
+    assert result.code == 2
+    assert error_of(result) == message
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_export_with_weights_of_another_model(run: Run, transformed: Path, tmp_path: Path) -> None:
     result = run("export", GPT, tmp_path / "model.onnx", "--weights", transformed)
     assert result.code == 2

@@ -7,17 +7,22 @@ ONNX Runtime inlines the functions. TensorRT takes a plugin of the node's name, 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
+import signal
+import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +45,12 @@ from attnres_compile.exporters.example_call import (
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+Target = Literal["onnxruntime", "tensorrt"]
+Body = Literal["unrolled", "stacked", "matmul"]
+
+# As measured: fewest passes over memory, and one kernel a read.
+BODIES: Final[dict[Target, Body]] = {"onnxruntime": "matmul", "tensorrt": "unrolled"}
+
 # torch's exporter writes invalid models above, and its converter reaches no lower.
 OPSETS: Final = range(20, 26)
 
@@ -53,7 +64,7 @@ class OnnxExport:
         nodes: number of custom nodes by type, e.g. ``{"DepthAttentionN2": 1, "Merge": 4}``.
         functions: types of the custom nodes that have a function in the file: all of them.
         parity: the outputs' names, each with its largest absolute difference between ONNX Runtime and PyTorch.
-        atol: what no difference exceeds.
+        atol: what no difference exceeds; None where nothing was compared.
     """
 
     path: Path
@@ -72,18 +83,21 @@ def export_onnx(
     opset_version: int = 23,
     atol: float | None = 1e-4,
     output: Callable[[Any], Any] | None = None,
+    target: Target = "onnxruntime",
+    body: Body | None = None,
     echo: Callable[[str], None] | None = print,
 ) -> OnnxExport:
     """Export a model to one ONNX file, and compare the file with PyTorch before it gets its name.
 
     The model runs in eval mode, without gradients and, where its ``forward`` has ``use_cache``, without a cache. The
-    depth-attention operators become nodes of domain ``attnres_compile``: ``DepthAttentionN<n>`` and ``InterBlockN<n>``
-    for n sources, ``Merge``, and ``MergeFirst`` for a block's first read. Weights beyond 1.5 GB lie beside the file, in
+    depth-attention operators become nodes of domain ``attnres_compile``: ``DepthAttentionN<n>`` for n sources,
+    ``InterBlockN<n>S<s>`` for s reads of n blocks at once, and ``Merge``. Weights beyond 1.5 GB lie beside the file, in
     ``<path>.data``. The file passes ONNX's checker and runs in ONNX Runtime, on the example inputs and, with dynamic
-    axes, at other sizes.
+    axes, at other sizes. Its metadata name the version, the form and the blocks.
 
     Args:
-        model: a module in fp32 or fp16, or an ExportedProgram.
+        model: a module in fp32, fp16 or bf16 (which ONNX Runtime cannot run on the CPU: not compared), or an
+            ExportedProgram.
         args: example inputs: a tensor, a tuple, a mapping of keyword inputs such as a BatchEncoding; None for those of
             the ExportedProgram, or for some made from a Hugging Face model's config.
         path: the file; an existing one is replaced.
@@ -93,6 +107,9 @@ def export_onnx(
         atol: largest absolute difference that is allowed between ONNX Runtime and PyTorch; None does not compare.
         output: picks what is exported from the model's result, e.g. ``operator.attrgetter("logits")``; None exports all
             its tensors.
+        target: the runtime whose measurements choose ``body``; every runtime takes every form.
+        body: form of the functions behind the nodes: ``unrolled`` source by source (TensorRT makes one kernel of it),
+            ``matmul`` (fastest in ONNX Runtime) or ``stacked`` (the equations as written); None: the target's.
         echo: takes a line for each output's comparison, and one for the file; None for silence.
 
     Returns:
@@ -100,29 +117,34 @@ def export_onnx(
 
     Raises:
         MissingDependencyError: onnx, onnxscript, onnx-ir or onnxruntime is missing.
-        OptionError: ``opset_version`` is not supported, or ``dynamic_shapes`` is given for an ExportedProgram.
+        OptionError: ``opset_version``, ``target`` or ``body`` is none of those named, or ``dynamic_shapes`` is given
+            for an ExportedProgram.
         InputError: the example inputs do not fit the model.
         ExportError: the path cannot be written to; the model cannot be captured or translated; the checker or ONNX
             Runtime rejects the result; a difference exceeds ``atol``. No file is left behind.
     """
     _check_dependencies()
-    _check_options(model, dynamic_shapes, opset_version)
+    _check_options(model, dynamic_shapes, opset_version, target, body)
     say = echo or (lambda line: None)
-    target = Path(path)
-    with staging_folder(target) as folder, quiet():
+    destination = Path(path)
+    with staging_folder(destination) as folder, quiet():
         call = example_call(model, args, output)
         with evaluated(call.module):
             expected = call.outputs()
             program, names = capture(model, call, dynamic_shapes)
             runs = [] if atol is None else _runs(program, call, expected)
             translated = _translate(program, names, [name for name, _ in expected], opset_version)
-            nodes = _add_functions(translated)
-            _save_and_check(translated, folder / target.name)
-            parity = () if atol is None else _compare(folder / target.name, runs, atol, say)
-        _publish(folder, target)
+            nodes = _add_functions(translated, body or BODIES[target])
+            _describe(translated, model, nodes, {"target": target, "body": body or BODIES[target]})
+            _save_and_check(translated, folder / destination.name)
+            if _in_bfloat16(program):
+                atol = None
+                say("– parity not run: ONNX Runtime has no bfloat16 MatMul on the CPU; the checker accepts the file")
+            parity = () if atol is None else _compare(folder / destination.name, runs, atol, say)
+        _publish(folder, destination)
     listing = ", ".join(f"{name} ×{count}" for name, count in nodes.items()) or "no custom nodes"
-    say(f"✓ {target}: {listing}")
-    return OnnxExport(target, nodes, tuple(nodes), parity, atol)
+    say(f"✓ {destination}: {listing}")
+    return OnnxExport(destination, nodes, tuple(nodes), parity, atol)
 
 
 def _check_dependencies() -> None:
@@ -135,7 +157,13 @@ def _check_dependencies() -> None:
             ) from error
 
 
-def _check_options(model: nn.Module | ExportedProgram, shapes: Shapes | None, opset: int) -> None:
+def _check_options(
+    model: nn.Module | ExportedProgram, shapes: Shapes | None, opset: int, target: str, body: str | None
+) -> None:
+    if target not in BODIES:
+        raise OptionError(f"target is one of {', '.join(BODIES)}; got {target!r}")
+    if body not in (None, *get_args(Body)):
+        raise OptionError(f"body is one of {', '.join(get_args(Body))}; got {body!r}")
     if opset not in OPSETS:
         raise OptionError(f"opset_version is {OPSETS[0]} to {OPSETS[-1]}, got {opset}")
     if isinstance(model, ExportedProgram) and shapes is not None:
@@ -151,8 +179,21 @@ def staging_folder(target: Path) -> Iterator[Path]:
         folder = TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
     except OSError as error:
         raise ExportError(f"cannot write {target}: {error.strerror or error} ({target.parent})") from error
-    with folder as name:
+    with folder as name, _interruptible():
         yield Path(name)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM end the process through its ``finally`` clauses, unless somebody handles it already."""
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if mine:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -247,7 +288,7 @@ def _tensors(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def _add_functions(translated: torch.onnx.ONNXProgram) -> dict[str, int]:
+def _add_functions(translated: torch.onnx.ONNXProgram, form: Body) -> dict[str, int]:
     """Give every type of custom node its function. Returns the number of custom nodes by type."""
     import onnx_ir as ir
 
@@ -258,9 +299,26 @@ def _add_functions(translated: torch.onnx.ONNXProgram) -> dict[str, int]:
     every = chain.from_iterable(ir.traversal.RecursiveGraphIterator(body) for body in bodies)
     nodes = Counter(node.op_type for node in every if node.domain == DOMAIN)
     for name in sorted(nodes):
-        function = ir.serde.deserialize_function(function_proto(name, model.opset_imports[""]))
+        function = ir.serde.deserialize_function(function_proto(name, model.opset_imports[""], form))
         model.functions[function.identifier()] = function
     return dict(sorted(nodes.items()))
+
+
+def _describe(translated: torch.onnx.ONNXProgram, model: Any, nodes: dict[str, int], options: dict[str, str]) -> None:
+    """Say in the file's metadata what made it, and what of."""
+    report = getattr(model, "attnres_report", None)
+    kept = ("source", "width", "sublayers", "blocks", "reads")
+    chains = (
+        [{key: getattr(chain, key) for key in kept} for chain in report.chains if chain.rewritten] if report else []
+    )
+    values = {"version": version("attnres-compile"), **options, "nodes": json.dumps(nodes)}
+    values |= {"model": report.model, "chains": json.dumps(chains)} if report else {}
+    translated.model.metadata_props.update({f"attnres_compile.{key}": value for key, value in values.items()})
+
+
+def _in_bfloat16(program: ExportedProgram) -> bool:
+    values = chain.from_iterable(_tensors(node.meta.get("val")) for node in program.graph.nodes)
+    return any(isinstance(value, Tensor) and value.dtype == torch.bfloat16 for value in values)
 
 
 def _save_and_check(translated: torch.onnx.ONNXProgram, path: Path) -> None:

@@ -1,18 +1,26 @@
 """The depth-attention operators as ONNX model-local functions: bodies in standard operators that any runtime inlines.
 
-Importing this module needs ``onnx``. Three rules hold for every body, since runtimes break on their violation:
+Importing this module needs ``onnx``. Two rules hold for every body, since runtimes break on their violation:
 
-- A function's name carries its number of sources, and every input is given: TensorRT's parser looks functions up by
-  name alone, and plugins have fixed signatures.
+- A function's name carries its numbers of sources and reads, and every input is given: TensorRT's parser looks
+  functions up by name alone, and plugins have fixed signatures.
 - Formals and internals carry a prefix of their own: a formal named like a tensor of the calling graph would be bound
   to that tensor by TensorRT's parser.
-- The softmax over depth is unrolled into Max, Exp and Sum over separate sources, without Concat or a stacked tensor:
-  in this form a compiler fuses a whole read into one kernel.
+
+A body has one of three forms, which differ in what a runtime makes of them (docs/onnx.md has the figures):
+
+- ``unrolled``: Max, Exp and Sum over separate sources, without Concat or a stacked tensor: a compiler fuses a whole
+  read into one kernel.
+- ``matmul``: all logits of a block by one MatMul over the stacked sources, and all weighted sums by another; the
+  partial sum's logit by RMSNormalization. Fewest passes over memory for a runtime that runs node by node.
+- ``stacked``: the equations as they are written, over a stack of the sources.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import re
+from collections.abc import Callable
+from typing import Any, Final, Literal
 
 from onnx import AttributeProto, FunctionProto, TensorProto, helper
 
@@ -22,19 +30,35 @@ PLUGIN_VERSION: Final = "1"
 DEPTH_ATTENTION: Final = "DepthAttentionN"
 INTER_BLOCK: Final = "InterBlockN"
 MERGE: Final = "Merge"
-MERGE_FIRST: Final = "MergeFirst"
+
+Form = Literal["unrolled", "stacked", "matmul"]
+FORMS: Final[tuple[Form, ...]] = ("unrolled", "stacked", "matmul")
 
 _DEFAULTS: Final = {"eps": 1e-6, "scale": 1.0}
+# The version of the standard operator set that brought RMSNormalization.
+_RMS_NORMALIZATION: Final = 23
 
 
-def function_proto(name: str, opset: int) -> FunctionProto:
+def inter_block_name(blocks: int, reads: int) -> str:
+    """The type of the node that computes a block's first phase."""
+    return f"{INTER_BLOCK}{blocks}S{reads}"
+
+
+def function_proto(name: str, opset: int, form: Form = "matmul") -> FunctionProto:
     """The model-local function behind a custom node.
+
+    - ``DepthAttentionN<n>(query, key_norm, v0, ...) -> h``: one read of n sources ``[..., d]``.
+    - ``InterBlockN<n>S<s>(queries, key_norms, b0, ...) -> o0, ..., z0, ...``: phase 1. For each of s reads, in fp32,
+      the softmax-weighted mean ``o [..., d]`` of the blocks, and ``z [...]``, the logarithm of its sum of exponentials.
+    - ``Merge(o, z, partial, query, key_norm) -> h``: phase 2, with ``g = sigmoid(logit(partial) - z)``:
+      ``h = scale * ((1 - g) o + g partial)``, which is the softmax over the blocks and the partial sum.
 
     Computes in fp32; the last node casts to the sources' dtype.
 
     Args:
-        name: the node's type, e.g. ``DepthAttentionN5``, ``InterBlockN3``, ``Merge`` or ``MergeFirst``.
+        name: the node's type, e.g. ``DepthAttentionN5``, ``InterBlockN3S4`` or ``Merge``.
         opset: version of the standard operator set that the body uses; 18 is the least.
+        form: of the body.
 
     Returns:
         A function of domain ``attnres_compile`` with ``eps`` and ``scale``, where it uses them, as attributes with
@@ -43,25 +67,26 @@ def function_proto(name: str, opset: int) -> FunctionProto:
     Raises:
         ValueError: no operator has that name.
     """
+    body = _Body(name, opset, form)
     if name == MERGE:
-        return _merge(opset)
-    if name == MERGE_FIRST:
-        return _merge_first(opset)
-    for kind, build in ((DEPTH_ATTENTION, _depth_attention), (INTER_BLOCK, _inter_block)):
-        count = name.removeprefix(kind)
-        if count != name and count.isdecimal() and int(count) > 0:
-            return build(int(count), opset)
+        return _merge(body)
+    if found := re.fullmatch(rf"{DEPTH_ATTENTION}([1-9]\d*)", name):
+        return _depth_attention(body, int(found[1]))
+    if found := re.fullmatch(rf"{INTER_BLOCK}([1-9]\d*)S([1-9]\d*)", name):
+        return _inter_block(body, int(found[1]), int(found[2]))
     raise ValueError(f"no function of domain {DOMAIN} is called {name!r}")
 
 
 class _Body:
     """Collects a function's nodes; every value name starts with the function's own prefix."""
 
-    def __init__(self, name: str, opset: int) -> None:
-        self.name, self.opset = name, opset
+    def __init__(self, name: str, opset: int, form: Form) -> None:
+        self.name, self.opset, self.form = name, opset, form
         self.nodes: list[Any] = []
         self.formals: list[str] = []
-        self.attributes: list[str] = []
+        self.attributes: set[str] = set()
+        self.scalars: dict[str, str] = {}
+        self.last = self.ints(-1)
 
     def prefixed(self, name: str) -> str:
         return f"{DOMAIN}_{self.name}_{name}"
@@ -71,18 +96,27 @@ class _Body:
         return self.formals
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        output = self.prefixed(f"{kind.lower()}_{len(self.nodes)}")
-        self.nodes.append(helper.make_node(kind, list(inputs), [output], **attributes))
-        return output
+        return self.ops(1, kind, *inputs, **attributes)[0]
+
+    def ops(self, count: int, kind: str, *inputs: str, **attributes: Any) -> list[str]:
+        """A node with several outputs."""
+        first = self.prefixed(f"{kind.lower()}_{len(self.nodes)}")
+        outputs = [first, *(f"{first}_{i}" for i in range(1, count))]
+        self.nodes.append(helper.make_node(kind, list(inputs), outputs, **attributes))
+        return outputs
 
     def attribute(self, name: str) -> str:
         """A scalar that holds the function's attribute ``name``."""
-        output = self.op("Constant")
-        self.nodes[-1].attribute.append(
-            AttributeProto(name="value_float", ref_attr_name=name, type=AttributeProto.FLOAT)
-        )
-        self.attributes.append(name)
-        return output
+        if name not in self.scalars:
+            self.scalars[name] = self.op("Constant")
+            self.refer("value_float", name)
+        return self.scalars[name]
+
+    def refer(self, attribute: str, name: str) -> None:
+        """Let an attribute of the last node be the function's attribute ``name``."""
+        reference = AttributeProto(name=attribute, ref_attr_name=name, type=AttributeProto.FLOAT)
+        self.nodes[-1].attribute.append(reference)
+        self.attributes.add(name)
 
     def ints(self, *values: int) -> str:
         return self.op("Constant", value_ints=list(values))
@@ -94,24 +128,30 @@ class _Body:
         """``key_norm * query``: only this product reaches the logits."""
         return self.op("Mul", self.float(query), self.float(key_norm))
 
-    def rms(self, x: str, eps: str, axis: str, *, keepdims: int) -> str:
-        mean = self.op("ReduceMean", self.op("Mul", x, x), axis, keepdims=keepdims)
-        return self.op("Sqrt", self.op("Add", mean, eps))
+    def rms(self, x: str) -> str:
+        mean = self.op("ReduceMean", self.op("Mul", x, x), self.last, keepdims=1)
+        return self.op("Sqrt", self.op("Add", mean, self.attribute("eps")))
 
-    def logit(self, x: str, key: str, eps: str, last: str) -> str:
+    def logit(self, x: str, key: str) -> str:
         """``<x, key> / rms(x)``, ``[..., 1]``."""
-        dot = self.op("ReduceSum", self.op("Mul", x, key), last, keepdims=1)
-        return self.op("Div", dot, self.rms(x, eps, last, keepdims=1))
+        if self.form == "matmul" and self.opset >= _RMS_NORMALIZATION:
+            normalised = self.op("RMSNormalization", x, key, axis=-1)
+            self.refer("epsilon", "eps")
+            return self.op("ReduceSum", normalised, self.last, keepdims=1)
+        dot = self.op("ReduceSum", self.op("Mul", x, key), self.last, keepdims=1)
+        return self.op("Div", dot, self.rms(x))
 
-    def exponentials(self, logits: list[str]) -> tuple[str, list[str]]:
-        largest = self.op("Max", *logits)
-        return largest, [self.op("Exp", self.op("Sub", logit, largest)) for logit in logits]
+    def gated(self, o: str, z: str, x: str, key: str) -> str:
+        """``scale * ((1 - g) o + g x)`` with ``g = sigmoid(logit(x) - z)``, ``z [..., 1]``."""
+        scale = self.attribute("scale")
+        gate = self.op("Mul", self.op("Sigmoid", self.op("Sub", self.logit(x, key), z)), scale)
+        return self.op("Add", self.op("Mul", self.op("Sub", scale, gate), o), self.op("Mul", gate, x))
 
     def function(self, **outputs: str) -> FunctionProto:
         """The function whose outputs are these values, none of them used inside, under these names."""
         names = {value: self.prefixed(name) for name, value in outputs.items()}
         for node in self.nodes:
-            node.output[0] = names.get(node.output[0], node.output[0])
+            node.output[:] = [names.get(output, output) for output in node.output]
         return helper.make_function(
             DOMAIN,
             self.name,
@@ -120,59 +160,90 @@ class _Body:
             self.nodes,
             [helper.make_opsetid("", self.opset)],
             attributes=["plugin_namespace", "plugin_version"],
-            attribute_protos=[helper.make_attribute(name, _DEFAULTS[name]) for name in self.attributes],
+            attribute_protos=[helper.make_attribute(name, _DEFAULTS[name]) for name in sorted(self.attributes)],
         )
 
 
-def _depth_attention(n: int, opset: int) -> FunctionProto:
-    body = _Body(f"{DEPTH_ATTENTION}{n}", opset)
+def _depth_attention(body: _Body, n: int) -> FunctionProto:
     query, key_norm, *sources = body.inputs("query", "key_norm", *(f"v{i}" for i in range(n)))
-    eps, scale, last, key = body.attribute("eps"), body.attribute("scale"), body.ints(-1), body.key(query, key_norm)
-    xs = [body.float(source) for source in sources]
-    _, weights = body.exponentials([body.logit(x, key, eps, last) for x in xs])
-    mixed = body.op("Sum", *(body.op("Mul", weight, x) for weight, x in zip(weights, xs, strict=True)))
-    h = body.op("Mul", body.op("Div", mixed, body.op("Sum", *weights)), scale)
+    key, xs = body.key(query, key_norm), [body.float(source) for source in sources]
+    if n == 2 and body.form == "matmul":
+        h = body.gated(xs[0], body.logit(xs[0], key), xs[1], key)
+    else:
+        ((o, _),) = _MIXES[body.form](body, xs, body.op("Unsqueeze", key, body.ints(0)), 1)
+        h = body.op("Mul", o, body.attribute("scale"))
     return body.function(h=body.op("CastLike", h, sources[0]))
 
 
-def _inter_block(n: int, opset: int) -> FunctionProto:
-    """Flattens the tokens to ``[T, d]``, so that the body knows neither their rank nor the number S of reads."""
-    body = _Body(f"{INTER_BLOCK}{n}", opset)
+def _inter_block(body: _Body, n: int, reads: int) -> FunctionProto:
     queries, key_norms, *blocks = body.inputs("queries", "key_norms", *(f"b{i}" for i in range(n)))
-    eps, one, two, keys = body.attribute("eps"), body.ints(1), body.ints(2), body.key(queries, key_norms)
-    xs = [body.op("Flatten", body.float(block), axis=-1) for block in blocks]
-    dots = [body.op("Gemm", keys, x, transB=1) for x in xs]
-    rms = [body.rms(x, eps, one, keepdims=0) for x in xs]
-    m, weights = body.exponentials([body.op("Div", dot, r) for dot, r in zip(dots, rms, strict=True)])
-    weighted = [body.op("Mul", body.op("Unsqueeze", e, two), x) for e, x in zip(weights, xs, strict=True)]
-    reads = body.op("Shape", queries, start=0, end=1)
-    shape = body.op("Concat", reads, body.op("Shape", blocks[0]), axis=0)
-    tokens = body.op("Concat", reads, body.op("Shape", blocks[0], start=0, end=-1), axis=0)
-
-    def unflatten(value: str, to: str) -> str:
-        return body.op("Reshape", value, to, allowzero=1)  # zero tokens stay zero tokens
-
-    return body.function(
-        o=unflatten(body.op("Sum", *weighted), shape),
-        m=unflatten(m, tokens),
-        l=unflatten(body.op("Sum", *weights), tokens),
-    )
+    keys, xs = body.key(queries, key_norms), [body.float(block) for block in blocks]
+    mixed = _MIXES[body.form](body, xs, keys, reads)
+    os = {f"o{i}": body.op("Identity", o) if o in xs else o for i, (o, _) in enumerate(mixed)}
+    return body.function(**os, **{f"z{i}": body.op("Squeeze", z, body.last) for i, (_, z) in enumerate(mixed)})
 
 
-def _merge(opset: int) -> FunctionProto:
-    body = _Body(MERGE, opset)
-    o, m, l, partial, query, key_norm = body.inputs("o", "m", "l", "partial", "query", "key_norm")
-    eps, scale, last, key = body.attribute("eps"), body.attribute("scale"), body.ints(-1), body.key(query, key_norm)
-    x = body.float(partial)
-    _, (of_blocks, of_partial) = body.exponentials([body.op("Unsqueeze", m, last), body.logit(x, key, eps, last)])
-    total = body.op("Add", body.op("Mul", of_blocks, body.op("Unsqueeze", l, last)), of_partial)
-    mixed = body.op("Add", body.op("Mul", of_blocks, o), body.op("Mul", of_partial, x))
-    h = body.op("Mul", body.op("Div", mixed, total), scale)
-    return body.function(h=body.op("CastLike", h, partial))
+def _merge(body: _Body) -> FunctionProto:
+    o, z, partial, query, key_norm = body.inputs("o", "z", "partial", "query", "key_norm")
+    key, x = body.key(query, key_norm), body.float(partial)
+    return body.function(h=body.op("CastLike", body.gated(o, body.op("Unsqueeze", z, body.last), x, key), partial))
 
 
-def _merge_first(opset: int) -> FunctionProto:
-    body = _Body(MERGE_FIRST, opset)
-    o, l = body.inputs("o", "l")
-    mixed = body.op("Div", o, body.op("Unsqueeze", l, body.ints(-1)))
-    return body.function(h=body.op("Mul", mixed, body.attribute("scale")))
+# From sources ``[..., d]`` and keys ``[S, d]`` to ``o [..., d]`` and ``z [..., 1]`` of each read.
+_Mixed = list[tuple[str, str]]
+
+
+def _rows(body: _Body, keys: str, reads: int) -> list[str]:
+    zero = body.ints(0)
+    rows = [keys] if reads == 1 else body.ops(reads, "Split", keys, axis=0, num_outputs=reads)
+    return [body.op("Squeeze", row, zero) for row in rows]
+
+
+def _unrolled(body: _Body, xs: list[str], keys: str, reads: int) -> _Mixed:
+    roots, mixed = [body.rms(x) for x in xs], []
+    for key in _rows(body, keys, reads):
+        dots = [body.op("ReduceSum", body.op("Mul", x, key), body.last, keepdims=1) for x in xs]
+        logits = [body.op("Div", dot, root) for dot, root in zip(dots, roots, strict=True)]
+        largest = body.op("Max", *logits)
+        weights = [body.op("Exp", body.op("Sub", logit, largest)) for logit in logits]
+        total = body.op("Sum", *weights)
+        weighted = body.op("Sum", *(body.op("Mul", weight, x) for weight, x in zip(weights, xs, strict=True)))
+        mixed.append((body.op("Div", weighted, total), body.op("Add", largest, body.op("Log", total))))
+    return mixed
+
+
+def _stacked(body: _Body, xs: list[str], keys: str, reads: int) -> _Mixed:
+    first, mixed = body.ints(0), []
+    stack = body.op("Concat", *(body.op("Unsqueeze", x, first) for x in xs), axis=0)
+    root = body.rms(stack)
+    for key in _rows(body, keys, reads):
+        logits = body.op("Div", body.op("ReduceSum", body.op("Mul", stack, key), body.last, keepdims=1), root)
+        weighted = body.op("Mul", body.op("Softmax", logits, axis=0), stack)
+        z = body.op("ReduceLogSumExp", logits, first, keepdims=0)
+        mixed.append((body.op("ReduceSum", weighted, first, keepdims=0), z))
+    return mixed
+
+
+def _matmul(body: _Body, xs: list[str], keys: str, reads: int) -> _Mixed:
+    one, leading = body.ints(1), body.op("Shape", xs[0], start=0, end=-1)
+    shapes = body.op("Shape", xs[0]), body.op("Concat", leading, one, axis=0)
+    stack = body.op("Concat", *(body.op("Unsqueeze", body.op("Flatten", x, axis=-1), one) for x in xs), axis=1)
+    dots = body.op("MatMul", stack, body.op("Transpose", keys, perm=[1, 0]))
+    # [T, n, S] to [T, S, n]: a softmax over the last axis, and weights that multiply the stack.
+    logits = body.op("Transpose", body.op("Div", dots, body.rms(stack)), perm=[0, 2, 1])
+    o = body.op("MatMul", body.op("Softmax", logits, axis=-1), stack)
+    z = body.op("ReduceLogSumExp", logits, body.last, keepdims=1)
+
+    def by_read(value: str, shape: str) -> list[str]:
+        rows = [value] if reads == 1 else body.ops(reads, "Split", value, axis=1, num_outputs=reads)
+        # Zero tokens stay zero tokens.
+        return [body.op("Reshape", row, shape, allowzero=1) for row in rows]
+
+    return list(zip(*(by_read(value, shape) for value, shape in zip((o, z), shapes, strict=True)), strict=True))
+
+
+_MIXES: Final[dict[Form, Callable[[_Body, list[str], str, int], _Mixed]]] = {
+    "unrolled": _unrolled,
+    "stacked": _stacked,
+    "matmul": _matmul,
+}

@@ -13,15 +13,15 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnx.defs import OpSchema
+from onnxscript.function_libs.torch_lib.ops.core import aten_unbind
 from onnxscript.values import Op, Opset
 
 from attnres_compile.exporters.onnx_functions import (
     DEPTH_ATTENTION,
     DOMAIN,
-    INTER_BLOCK,
     MERGE,
-    MERGE_FIRST,
     PLUGIN_VERSION,
+    inter_block_name,
 )
 
 _FLOATS: Final = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
@@ -29,7 +29,7 @@ _PLUGIN: Final = {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION}
 
 
 def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What ``torch.onnx.export`` takes as ``custom_translation_table`` for the three operators.
+    """What ``torch.onnx.export`` takes as ``custom_translation_table`` for the operators.
 
     Args:
         opset: version of the standard operator set that the graph uses.
@@ -47,24 +47,48 @@ def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]
         node = _node(f"{DEPTH_ATTENTION}{len(sources)}", [("query", "Q"), ("key_norm", "G")], "v", len(sources))
         return node(query, weight(key_norm, query), *sources, eps=eps, scale=scale, **_PLUGIN)
 
+    # The separate reads of a first phase by its stacked results, and what stands for a sum of exponentials of 1.
+    parts: dict[Any, list[Any]] = {}
+    ones: set[Any] = set()
+
     def inter_block(blocks: Sequence[Any], queries: Any, key_norms: Any, eps: float) -> Any:
-        inputs, outputs = [("queries", "Q"), ("key_norms", "G")], ("o", "m", "l")
-        node = _node(f"{INTER_BLOCK}{len(blocks)}", inputs, "b", len(blocks), outputs, "F")
-        return node(queries, weight(key_norms, queries), *blocks, eps=eps, **_PLUGIN)
+        """``o`` and ``m`` as the mean and the logarithm of the sum: the same state for ``l = 1``."""
+        reads = int(queries.shape[0])
+        outputs = [f"{name}{i}" for name in "oz" for i in range(reads)]
+        inputs = [("queries", "Q"), ("key_norms", "G")]
+        node = _node(inter_block_name(len(blocks), reads), inputs, "b", len(blocks), outputs, "F")
+        results = node(queries, weight(key_norms, queries), *blocks, eps=eps, **_PLUGIN)
+        os, zs = list(results[:reads]), list(results[reads:])
+        one = standard.Expand(standard.Constant(value_float=1.0), standard.Shape(zs[0]))
+        ones.add(one)
+        # For whoever does not take it apart; dropped where nobody does.
+        o, m, l = stacked = [standard.Concat(*_rows(standard, rows), axis=0) for rows in (os, zs, [one] * reads)]
+        parts.update(zip(stacked, (os, zs, [one] * reads), strict=True))
+        return o, m, l
+
+    def unbind(value: Any, dim: int = 0) -> Any:
+        return parts[value] if value in parts and dim == 0 else aten_unbind(value, dim)
 
     def merge(o: Any, m: Any, l: Any, partial: Any, query: Any, key_norm: Any, eps: float, scale: float) -> Any:
+        if l not in ones:
+            o = standard.Div(o, standard.Unsqueeze(l, standard.Constant(value_ints=[-1])))
+            m = standard.Add(m, standard.Log(l))
         if partial is None:
-            return _node(MERGE_FIRST, [("o", "F"), ("l", "F")], output_type="F")(o, l, scale=scale, **_PLUGIN)
-        inputs = [("o", "F"), ("m", "F"), ("l", "F"), ("partial", "T"), ("query", "Q"), ("key_norm", "G")]
-        node = _node(MERGE, inputs)
-        return node(o, m, l, partial, query, weight(key_norm, query), eps=eps, scale=scale, **_PLUGIN)
+            return standard.Mul(o, standard.Constant(value_float=scale))
+        node = _node(MERGE, [("o", "F"), ("z", "F"), ("partial", "T"), ("query", "Q"), ("key_norm", "G")])
+        return node(o, m, partial, query, weight(key_norm, query), eps=eps, scale=scale, **_PLUGIN)
 
     ops = torch.ops.attnres_compile
     return {
         ops.depth_attention.default: depth_attention,
         ops.inter_block.default: inter_block,
         ops.merge.default: merge,
+        torch.ops.aten.unbind.int: unbind,
     }
+
+
+def _rows(standard: Opset, values: Sequence[Any]) -> list[Any]:
+    return [standard.Unsqueeze(value, standard.Constant(value_ints=[0])) for value in values]
 
 
 def _node(
