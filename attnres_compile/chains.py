@@ -66,11 +66,19 @@ class Push:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a chain's source is a value that crosses a module boundary."""
+    """Where a chain's source is a value that crosses a module boundary.
+
+    Attributes:
+        module: path of the module.
+        side: whether the source is an argument or the output.
+        shape: of the source.
+        call: key of the call of that module that the source crosses into or out of.
+    """
 
     module: str
     side: Literal["argument", "output"]
     shape: tuple[int, ...]
+    call: str = field(default="", compare=False)
 
 
 @dataclass

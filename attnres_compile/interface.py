@@ -15,6 +15,7 @@ from attnres_compile.arithmetic import (
     DROPOUTS,
     INDEXING,
     METADATA,
+    NUMBERS,
     PERMUTATIONS,
     ROW_MAJOR,
     SCALINGS,
@@ -27,7 +28,6 @@ from attnres_compile.arithmetic import (
 )
 from attnres_compile.errors import RefusedError
 from attnres_compile.stream import (
-    NUMBERS,
     Stream,
     TensorStream,
     Value,
@@ -109,7 +109,7 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if name in DROPOUTS:
         return _dropped_out(stream, target, name, rest, kwargs)
     if name in SCALINGS:
-        if scaling_factor(name, [stream, *map(example, rest)]) is None:
+        if scaling_factor(name, [stream, *map(example, rest)], stream.ndim) is None:
             return None
         factor = rest[0] if rest else -1
         op = aten.div.Tensor if name.startswith("div") else aten.mul.Tensor

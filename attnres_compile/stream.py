@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from attnres_compile.arithmetic import NUMBERS
 from attnres_compile.chains import BlockPlan
 from attnres_compile.errors import RefusedError
 from attnres_compile.reads import ReadParameters
@@ -23,7 +24,6 @@ aten = torch.ops.aten
 ops = torch.ops.attnres_compile
 
 Value = Any  # a tensor, or a proxy for one
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 class Phase(NamedTuple):

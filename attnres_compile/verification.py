@@ -78,7 +78,8 @@ def raise_failures(checks: list[Check], model: str) -> None:
 def call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Every floating-point tensor that one seeded forward returns."""
     torch.manual_seed(SEED)
-    return tensors(model(*inputs.args, **inputs.kwargs))
+    args, kwargs = inputs.fresh()
+    return tensors(model(*args, **kwargs))
 
 
 def tensors(output: Any) -> list[Tensor]:

@@ -35,6 +35,11 @@ NO_BOUNDARY = (
     "the source is made and consumed inside one function with no module boundary between, where a live module cannot "
     "start a stream; transform the exported program instead (torch.export.export, then attnres_compile.transform)"
 )
+UNUSED = "nothing that reads the stream reaches the output"
+OTHER_CALL = (
+    "the stream would start with {!r}, which is also called with another value, and hooks cannot tell the calls apart; "
+    "give every visit a module of its own, or transform the exported program"
+)
 ACTIVATIONS = frozenset({"relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu"})
 
 
@@ -53,9 +58,11 @@ class DetectChains:
     def __call__(self, subject: Subject) -> bool:
         """Find the chains and the refused candidates; True when there are others than before."""
         before = ([(chain.source, len(chain.pushes)) for chain in subject.chains], subject.refusals)
-        chains, refusals = detect(subject.module, outermost=self.outermost)
+        chains, refusals = detect(subject.module, live=self.live, outermost=self.outermost)
+        used = _reaching(subject.module)
+        chains = _keep(chains, refusals, lambda chain: None if used & _readers(chain) else UNUSED)
         if self.live:
-            chains = _keep(chains, refusals, lambda chain: NO_BOUNDARY if chain.start is None else None)
+            chains = _keep(chains, refusals, lambda chain: _no_start(chain, subject.module))
         if not subject.config.preserve:
             chains = _keep(chains, refusals, lambda chain: _not_scale_invariant(chain, subject.module))
         if ([(chain.source, len(chain.pushes)) for chain in chains], refusals) == before:
@@ -76,6 +83,31 @@ def _keep(
     return [chain for chain, reason in reasons if reason is None]
 
 
+def _reaching(module: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that an output, or a change in place, depends on."""
+    found: set[fx.Node] = set()
+    for node in reversed(module.graph.nodes):
+        if node in found or node.op == "output" or node.is_impure():
+            found.update((node, *node.all_input_nodes))
+    return found
+
+
+def _readers(chain: ResidualChain) -> set[fx.Node]:
+    return {node for position, nodes in chain.readers.items() if position for node in nodes}
+
+
+def _no_start(chain: ResidualChain, module: fx.GraphModule) -> str | None:
+    start = chain.start
+    if start is None:
+        return NO_BOUNDARY
+    first, *later = dict.fromkeys(c.key for n in module.graph.nodes for c in _nodes.calls(n) if c.path == start.module)
+    users = [push.node for push in chain.pushes]
+    if start.side == "argument":
+        users += (node for nodes in chain.readers.values() for node in nodes)
+    entered = {call.key for node in users for call in _nodes.calls(node)}
+    return None if first == start.call and entered.issuperset(later) else OTHER_CALL.format(start.module)
+
+
 def _not_scale_invariant(chain: ResidualChain, module: fx.GraphModule) -> str | None:
     for readers in chain.readers.values():
         for reader in readers:
@@ -89,7 +121,9 @@ def _not_scale_invariant(chain: ResidualChain, module: fx.GraphModule) -> str | 
     return None
 
 
-def detect(module: fx.GraphModule, *, outermost: bool = True) -> tuple[list[ResidualChain], list[Refusal]]:
+def detect(
+    module: fx.GraphModule, *, live: bool = False, outermost: bool = True
+) -> tuple[list[ResidualChain], list[Refusal]]:
     """Chains in execution order, and what looked like one but is not."""
     sums = residual_sums.find(module)
     evidence = {add.node for add in sums.residual}
@@ -107,6 +141,11 @@ def detect(module: fx.GraphModule, *, outermost: bool = True) -> tuple[list[Resi
         kept = _with_boundaries(module, sources, evidence, outermost)
     for chain in kept:
         chain.start = starts.at_output(chain) or chain.start
+    if live and any(_is_used_before(chain) for chain in kept):
+        sources = {chain.source: starts.Source(chain.axis, chain.start) for chain in kept}
+        kept = _with_boundaries(module, sources, evidence, outermost, live=True)
+        kept = [chain for chain in kept if chain.sublayers >= 2]
+    for chain in kept:
         _anchor(chain)
     pushed = {push.node for chain in kept for push in chain.pushes}
     refusals = [
@@ -118,18 +157,28 @@ def detect(module: fx.GraphModule, *, outermost: bool = True) -> tuple[list[Resi
 
 
 def _with_boundaries(
-    module: fx.GraphModule, sources: dict[fx.Node, starts.Source], evidence: set[fx.Node], outermost: bool
+    module: fx.GraphModule,
+    sources: dict[fx.Node, starts.Source],
+    evidence: set[fx.Node],
+    outermost: bool,
+    *,
+    live: bool = False,
 ) -> list[ResidualChain]:
     """Follow the streams, with the modules that only read as boundaries where no push is lost by that."""
-    free = follow(module, sources, Boundaries({}, {}))
+    free = follow(module, sources, Boundaries({}, {}), live=live)
     essential = [chain.main_path(evidence) for chain in free]
     for outer in dict.fromkeys((outermost, False)):
         boundaries = Boundaries.around(free, essential, outermost=outer)
-        bounded = follow(module, sources, boundaries)
+        bounded = follow(module, sources, boundaries, live=live)
         kept = {chain.source: {push.node for push in chain.pushes} for chain in bounded}
         if all(main <= kept.get(chain.source, set()) for chain, main in zip(free, essential, strict=True)):
             return bounded
-    return follow(module, sources, Boundaries.exits(free))
+    return follow(module, sources, Boundaries.exits(free), live=live)
+
+
+def _is_used_before(chain: ResidualChain) -> bool:
+    """Whether the source has uses where a live stream has not started."""
+    return chain.start is not None and any(not starts.sees(chain.start, user) for user in chain.source.users)
 
 
 def _anchor(chain: ResidualChain) -> None:

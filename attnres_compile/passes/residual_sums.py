@@ -150,13 +150,13 @@ def carried_input(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:
     if name not in CARRYING:
         return None
     args = list(node.args)
-    if name == "mul" and (not isinstance(args[0], fx.Node) or len(_nodes.shape(args[0]) or ()) == 0):
+    if name == "mul" and (not isinstance(args[0], fx.Node) or set(_nodes.shape(args[0]) or ()) <= {1}):
         args.reverse()
     source = args[0]
     before, after = _nodes.shape(source), _nodes.shape(node)
     if not isinstance(source, fx.Node) or before is None or after is None or not _nodes.is_float(source):
         return None
-    if name in SCALINGS and scaling_factor(name, [source, *map(_nodes.value, args[1:])]) is None:
+    if name in SCALINGS and scaling_factor(name, [source, *map(_nodes.value, args[1:])], len(before)) is None:
         return None
     axis = carried_axis(name, args, before, after, -1)
     return source if axis is not None or name in PERMUTATIONS else None
