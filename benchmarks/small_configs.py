@@ -17,6 +17,9 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*(vocab_size|vocabulary_size|num_embeddings|vocab)(_\w+)?", VOCABULARY),
     (r"(num_key_value_heads|num_kv_heads|n_kv_heads|\w+_key_value_heads|num_key_value_groups|\w*kv_heads)", KEY_HEADS),
     (r".*(attention_heads|num_heads|n_heads?|num_attn_heads|query_heads|n_head|heads)", HEADS),
+    (r"qk_head_dim", 2 * HEAD),
+    (r"rotary_dim", HEAD // 2),
+    (r"\w*expand", 1),
     (r"(qk_)?(rope|nope)_head_dim|v_head_dim|\w*head_dim|d_kv|attention_head_size|d_head|\w*head_size", HEAD),
     (r"(num_hidden_layers|n_layers?|num_layers|\w*(encoder|decoder|text|vision)_layers|depth|num_\w*layers)", LAYERS),
     (r"(num_\w*hidden_layers|\w+_num_hidden_layers|\w+_depth|num_blocks|layers)", LAYERS),
@@ -27,7 +30,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"(q_lora_rank|kv_lora_rank|\w*lora_rank|\w*_rank|time_step_rank)", 16),
     (r"(num_experts_per_tok|moe_top_?k|num_experts_per_token|top_?k|n_activated_experts|\w*moe_k)", 2),
     (r"(\w*num_(local_|routed_|shared_)?experts|n_routed_experts|\w*num_experts|moe_num_experts)", EXPERTS),
-    (r"(n_group|topk_group|n_groups|num_groups|mamba_n_groups)", 1),
+    (r"(n_group|topk_group|n_groups|num_groups|mamba_n_groups|num_expert_groups?|moe_topk_group)", 1),
     (r"(image_size|input_size|img_size|resolution)", IMAGE),
     (r"(patch_size)", PATCH),
     (r"(max_position_embeddings|n_positions|max_sequence_length|\w*max_(source|target)_positions|n_ctx)", LENGTH),
@@ -51,6 +54,9 @@ def shrunk(config: Any) -> Any:
 def _changed(config: Any) -> dict[str, Any]:
     parts = getattr(config, "sub_configs", {})
     changed: dict[str, Any] = {}
+    layers = getattr(config, "num_hidden_layers", None)
+    kinds = getattr(config, "layer_types", None) or []
+    depth = max(LAYERS, len(set(kinds)))
     for name, value in vars(config).items():
         if name.startswith("_") or name in ("transformers_version", "architectures", "model_type"):
             continue
@@ -59,6 +65,15 @@ def _changed(config: Any) -> dict[str, Any]:
                 changed[name] = shrunk(value)
             continue
         new = _value(name, value)
+        if isinstance(value, list) and len(value) == layers and not isinstance(value[0], str):
+            new = [_value(name, item) for item in value[:depth]]
+        if name == "num_hidden_layers" and isinstance(value, int):
+            new = min(value, depth)
+        if "key_value_heads" in name or "kv_heads" in name:
+            heads = getattr(config, "num_attention_heads", None)
+            new = HEADS if value is None or value == heads else new
+        if name == "head_dim" and value is None:
+            new = HEAD
         if new is not value:
             changed[name] = new
     return changed
@@ -74,11 +89,14 @@ def _value(name: str, value: Any) -> Any:
         return value if size is None or value <= size else size
     if isinstance(value, list | tuple) and value:
         if name in ("depths", "layers_per_stage", "num_blocks", "num_layers", "layer_depths"):
-            return type(value)(1 for _ in value)
+            return type(value)(LAYERS for _ in value)
         if PER_LAYER.fullmatch(name) and isinstance(value[0], str):
-            return list(value)[-LAYERS:]
+            kinds = list(dict.fromkeys(value))
+            return (kinds + list(value)[-LAYERS:])[: max(LAYERS, len(kinds))]
         if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
             size = _size(name)
+            if size == HEADS:
+                return type(value)(HEADS for _ in value)
             if size is not None and size > 0:
                 return type(value)(min(item, size) for item in value)
             if STAGES.fullmatch(name):

@@ -36,6 +36,10 @@ NO_BOUNDARY = (
     "start a stream; transform the exported program instead (torch.export.export, then attnres_compile.transform)"
 )
 UNUSED = "nothing that reads the stream reaches the output"
+GATED = (
+    "the skip is multiplied by a tensor (a gate, or one weight per feature) before the add, and only a single number "
+    "is carried as a coefficient of the stream"
+)
 OTHER_CALL = (
     "the stream would start with {!r}, which is also called with another value, and hooks cannot tell the calls apart; "
     "give every visit a module of its own, or transform the exported program"
@@ -153,6 +157,8 @@ def detect(
         for add in sums.residual
         if add.node not in pushed and add.root not in evidence
     ]
+    if not kept:
+        refusals += [Refusal(GATED, node.name, _nodes.location(node)) for node in sums.gated]
     return kept, refusals
 
 
@@ -193,9 +199,20 @@ def _anchor(chain: ResidualChain) -> None:
 
 
 def _why_not(add: fx.Node, module: fx.GraphModule) -> str:
-    following = {_nodes.name_of(user, module) for user in add.users} - METADATA
-    if following & NORMS:
+    readers = _first_readers(add, module)
+    following = {_nodes.name_of(reader, module) for reader in readers} - METADATA
+    normed = (_nodes.calls(reader)[-1].kind for reader in readers if _nodes.calls(reader))
+    if following & NORMS or any("norm" in kind.lower() for kind in normed):
         return "post-norm: the sum is normalised before the next add, so no residual stream goes on"
     if following & ACTIVATIONS:
         return "activation after the add: the sum passes through it before the next add, so no residual stream goes on"
     return f"the stream ends after one sublayer; it is read next by {', '.join(sorted(following)) or 'nothing'}"
+
+
+def _first_readers(node: fx.Node, module: fx.GraphModule) -> list[fx.Node]:
+    """The users of a node, looked for behind what only passes it on."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        passes_on = residual_sums.carried_input(user, module) is node
+        found += _first_readers(user, module) if passes_on else [user]
+    return found
