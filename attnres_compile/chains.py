@@ -93,6 +93,7 @@ class ResidualChain:
         pushes: in execution order.
         readers: per position the nodes that read that state.
         boundaries: per reading node the module call whose entry (or the container's exit) makes the read.
+        entries: per key of a module call the position of the latest state that enters it.
         anchors: per module path the positions at which the stream enters it, one per visit.
         container: path of the module that holds the whole chain.
     """
@@ -104,6 +105,7 @@ class ResidualChain:
     pushes: list[Push] = field(default_factory=list)
     readers: dict[int, list[Node]] = field(default_factory=dict)
     boundaries: dict[Node, str] = field(default_factory=dict)
+    entries: dict[str, int] = field(default_factory=dict)
     anchors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     container: str = ""
     plan: BlockPlan | None = None

@@ -27,6 +27,7 @@ from attnres_compile.arithmetic import (
     scaling_factor,
 )
 from attnres_compile.errors import RefusedError
+from attnres_compile.observer import Observer
 from attnres_compile.stream import (
     Stream,
     TensorStream,
@@ -93,6 +94,8 @@ def _pushed(addition: Addition) -> Stream | None:
     after = skip.push(value)
     if addition.in_place and skip is addition.skip:
         skip.stale = f"by an in-place add{_caller()}"
+    elif addition.in_place and Observer.active is not None:
+        Observer.active.in_place.append(_caller())
     return after
 
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from attnres_compile.arithmetic import NUMBERS
 from attnres_compile.chains import BlockPlan
 from attnres_compile.errors import RefusedError
+from attnres_compile.observer import Observer as Observer
 from attnres_compile.reads import ReadParameters
 
 aten = torch.ops.aten
@@ -37,25 +38,6 @@ class Phase(NamedTuple):
     def of(self, row: int) -> tuple[Value, Value, Value]:
         """The statistics for the read with this row."""
         return self.o[row - self.first], self.m[row - self.first], self.l[row - self.first]
-
-
-class Observer:
-    """Collects what happens to the streams while it is set: pushes per chain, rows read, dtypes pushed."""
-
-    active: Observer | None = None
-
-    def __init__(self) -> None:
-        """Start with nothing seen."""
-        self.pushes: dict[int, int] = {}
-        self.rows: set[tuple[int, int]] = set()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __enter__(self) -> Observer:
-        Observer.active = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Observer.active = None
 
 
 def example(value: Value) -> Any:
@@ -136,6 +118,8 @@ class Stream:
         if Observer.active is not None:
             Observer.active.pushes[self.plan.chain] = Observer.active.pushes.get(self.plan.chain, 0) + 1
             Observer.active.dtypes.add(theirs)
+            if partial is branch:
+                Observer.active.hold(branch)
         phase = self.phase if blocks is self.blocks else None
         after = self._with(blocks, partial, phase, position=position)
         return after._closed() if position <= self.plan.last and self.plan.closes[position] else after
@@ -267,6 +251,8 @@ class TensorStream(Stream, torch.Tensor):  # type: ignore[misc, override]
 def start(value: Value, axis: int, plan: BlockPlan, reads: ReadParameters, *, traced: bool = False) -> Stream:
     """The stream at its source: ``value`` is ``b_0``; ``traced`` says that a tracer will see it."""
     kind = Stream if traced or torch.compiler.is_compiling() else TensorStream
+    if Observer.active is not None:
+        Observer.active.hold(value)
     return kind((value,), None, None, 0, axis, plan, reads)
 
 

@@ -170,6 +170,10 @@ def measure(name: str, model: str) -> dict[str, Any]:
     except Exception as error:
         return row | {"status": "not built", "reason": f"{type(error).__name__}: {error}"[:300]}
     row["live"] = _timed(lambda: live(original, inputs))
+    if row["live"]["status"] == "not traced" and "input_ids" in inputs.kwargs:
+        # Some make the mask themselves unless they are traced.
+        inputs.kwargs["attention_mask"] = torch.ones_like(inputs.kwargs["input_ids"])
+        row["live"] = _timed(lambda: live(original, inputs))
     row["graph"] = _timed(lambda: graph(original, inputs))
     states = [row[route]["status"] for route in ("live", "graph")]
     order = ("failed", "wrong", "exact", "refused", "refused by verification", "not traced")

@@ -170,7 +170,7 @@ def test_later_layers_start_the_stream_only_where_it_always_enters() -> None:
                 x = layer(x)
             return x + aside
 
-    (attachment,) = found(Again())
+    (attachment,) = found(Again(Block(), Block(), Block()))
     assert [path for path, _ in attachment.later] == ["layers.2"]
 
 

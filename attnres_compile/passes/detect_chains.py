@@ -35,6 +35,10 @@ NO_BOUNDARY = (
     "the source is made and consumed inside one function with no module boundary between, where a live module cannot "
     "start a stream; transform the exported program instead (torch.export.export, then attnres_compile.transform)"
 )
+NO_ADD = (
+    "no residual add: no sum has a term that is computed, through a weight, from another one (there are no skips, or "
+    "they are concatenated, or mixed by matrices)"
+)
 UNUSED = "nothing that reads the stream reaches the output"
 GATED = (
     "the skip is multiplied by a tensor (a gate, or one weight per feature) before the add, and only a single number "
@@ -62,29 +66,19 @@ class DetectChains:
     def __call__(self, subject: Subject) -> bool:
         """Find the chains and the refused candidates; True when there are others than before."""
         before = ([(chain.source, len(chain.pushes)) for chain in subject.chains], subject.refusals)
-        chains, refusals = detect(subject.module, live=self.live, outermost=self.outermost)
         used = _reaching(subject.module)
-        chains = _keep(chains, refusals, lambda chain: None if used & _readers(chain) else UNUSED)
-        if self.live:
-            chains = _keep(chains, refusals, lambda chain: _no_start(chain, subject.module))
-        if not subject.config.preserve:
-            chains = _keep(chains, refusals, lambda chain: _not_scale_invariant(chain, subject.module))
+
+        def why_not(chain: ResidualChain) -> str | None:
+            reason = None if used & _readers(chain) else UNUSED
+            if self.live:
+                reason = reason or _no_start(chain, subject.module)
+            return reason if subject.config.preserve else reason or _not_scale_invariant(chain, subject.module)
+
+        chains, refusals = detect(subject.module, live=self.live, outermost=self.outermost, why_not=why_not)
         if ([(chain.source, len(chain.pushes)) for chain in chains], refusals) == before:
             return False
         subject.chains, subject.refusals = chains, refusals
         return True
-
-
-def _keep(
-    chains: list[ResidualChain], refusals: list[Refusal], why_not: Callable[[ResidualChain], str | None]
-) -> list[ResidualChain]:
-    reasons = [(chain, why_not(chain)) for chain in chains]
-    refusals += [
-        Refusal(reason, chain.pushes[0].node.name, _nodes.location(chain.pushes[0].node))
-        for chain, reason in reasons
-        if reason is not None
-    ]
-    return [chain for chain, reason in reasons if reason is None]
 
 
 def _reaching(module: fx.GraphModule) -> set[fx.Node]:
@@ -126,9 +120,20 @@ def _not_scale_invariant(chain: ResidualChain, module: fx.GraphModule) -> str | 
 
 
 def detect(
-    module: fx.GraphModule, *, live: bool = False, outermost: bool = True
+    module: fx.GraphModule,
+    *,
+    live: bool = False,
+    outermost: bool = True,
+    why_not: Callable[[ResidualChain], str | None] = lambda chain: None,
 ) -> tuple[list[ResidualChain], list[Refusal]]:
-    """Chains in execution order, and what looked like one but is not."""
+    """Chains in execution order, and what looked like one but is not.
+
+    Args:
+        module: the graph.
+        live: the streams exist only behind the module boundaries where they start.
+        outermost: as for ``DetectChains``.
+        why_not: the reason to refuse a chain, or None.
+    """
     sums = residual_sums.find(module)
     evidence = {add.node for add in sums.residual}
     sources = starts.sources(module, sums)
@@ -137,28 +142,40 @@ def detect(
         # A live model can start a stream only where a value crosses a module boundary.
         if chain.start is None and chain.pushes and (moved := starts.upstream(chain, module)) is not None:
             sources = {**sources, moved[0]: moved[1]}
-    chains = _with_boundaries(module, sources, evidence, outermost)
-    kept = [chain for chain in chains if chain.sublayers >= 2]
-    if len(kept) < len(chains):
-        # What a refused stream passes through must not count: follow the others alone.
-        sources = {chain.source: sources[chain.source] for chain in kept}
-        kept = _with_boundaries(module, sources, evidence, outermost)
+    kept = _with_boundaries(module, sources, evidence, outermost)
+    refusals: list[Refusal] = []
+    pushed: set[fx.Node] = set()
     for chain in kept:
         chain.start = starts.at_output(chain) or chain.start
-    if live and any(_is_used_before(chain) for chain in kept):
-        sources = {chain.source: starts.Source(chain.axis, chain.start) for chain in kept}
-        kept = _with_boundaries(module, sources, evidence, outermost, live=True)
-        kept = [chain for chain in kept if chain.sublayers >= 2]
+    settled = not (live and any(_is_used_before(chain) for chain in kept))
+    while True:
+        # What a refused stream passes through must not count: the others are followed alone.
+        left = []
+        for chain in kept:
+            reason = why_not(chain) if chain.sublayers >= 2 else ""
+            if reason is None:
+                left.append(chain)
+            elif reason:
+                first = chain.pushes[0].node
+                refusals.append(Refusal(reason, first.name, _nodes.location(first)))
+                pushed.update(push.node for push in chain.pushes)
+        if settled and len(left) == len(kept):
+            break
+        sources = {chain.source: starts.Source(chain.axis, chain.start) for chain in left}
+        kept = _with_boundaries(module, sources, evidence, outermost, live=live)
+        settled = True
     for chain in kept:
+        chain.start = starts.at_output(chain) or chain.start
         _anchor(chain)
-    pushed = {push.node for chain in kept for push in chain.pushes}
+        pushed.update(push.node for push in chain.pushes)
     refusals = [
         Refusal(_why_not(add.node, module), add.node.name, _nodes.location(add.node))
         for add in sums.residual
         if add.node not in pushed and add.root not in evidence
-    ]
+    ] + refusals
     if not kept:
         refusals += [Refusal(GATED, node.name, _nodes.location(node)) for node in sums.gated]
+        refusals = refusals or [Refusal(NO_ADD, "output", "in the whole graph")]
     return kept, refusals
 
 
@@ -194,7 +211,7 @@ def _anchor(chain: ResidualChain) -> None:
         stack = _nodes.calls(push.node)
         depth = next((i for i, call in enumerate(stack) if call.path == chain.container), 0)
         for call in stack[depth + 1 :]:
-            entries[call.path].setdefault(call.key, push.position - 1)
+            entries[call.path].setdefault(call.key, chain.entries.get(call.key, push.position - 1))
     chain.anchors = {path: tuple(sorted(visits.values())) for path, visits in entries.items()}
 
 

@@ -140,6 +140,8 @@ class _Walk:
         """Do what a stream would do at this node."""
         unseen = {s: self.states.pop(s) for s in node.all_input_nodes if self._is_unseen(s, node)}
         inputs = [source for source in node.all_input_nodes if source in self.states]
+        for source in inputs:
+            self._enter(node, source)
         if inputs:
             state = self._same(node) or self._behind(node, inputs) or self._added(node) or self._carried(node)
             if state is not None and state.chain >= 0:
@@ -152,6 +154,14 @@ class _Walk:
             self.states[node] = State(len(self.chains), 0, axis)
             self.chains.append(ResidualChain(node, axis, (_nodes.shape(node) or ())[axis], start))
         self.states.update(unseen)
+
+    def _enter(self, node: fx.Node, source: fx.Node) -> None:
+        """Note the state that comes into the module calls around a node from outside of them."""
+        state, outer = self.states[source], {call.key for call in _nodes.calls(source)}
+        entries = self.chains[state.chain].entries
+        for call in _nodes.calls(node):
+            if call.key not in outer:
+                entries[call.key] = max(state.position, entries.get(call.key, 0))
 
     def _is_unseen(self, source: fx.Node, node: fx.Node) -> bool:
         """Whether a live stream has not started yet where this node uses its source."""

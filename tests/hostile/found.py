@@ -66,4 +66,29 @@ FOUND: dict[str, tuple[Program, dict[Route, str]]] = {
         Program(body(("branch of a copy", 0), ("iadd", 0, 1), ("branch of a copy", 2), ("iadd", 2, 3))),
         {"graph": "equal", "live": "equal"},
     ),
+    # A layer of two inputs is called again: the later state comes in beside the source.
+    "two states enter a shared layer": (
+        Program(
+            body(*two(0), ("call 0", 4, 0), ("call 0", 5, 0), *two(6)),
+            (body(("rms by hand", 0), ("linear", 2), ("add", 1, 3), ("branch", 4), ("add", 4, 5), inputs=2),),
+            2,
+        ),
+        {"graph": "equal", "live": "equal"},
+    ),
+    # The live stream holds the tensor that the root changes.
+    "source changed under another name": (
+        Program(
+            body(("linear module", 0), ("call 0", 1), ("mul_", 1), ("call 0", 2), ("add", 4, 3)),
+            (body(("branch of a copy", 0), ("add", 0, 1), ("branch of a copy", 2), ("add", 2, 3)),),
+        ),
+        {"live": "RefusedError: a value that the residual stream keeps"},
+    ),
+    # To the program, the tensor of the first name has changed.
+    "a stream added to a tensor in place": (
+        Program(
+            body(*(("linear module", 0), ("call 0", 1), ("linear", 1)), *(("add_ unbound", 3, 2), ("add", 2, 3))),
+            (body(("branch of a copy", 0), ("add", 0, 1), ("branch of a copy", 2), ("add", 2, 3)),),
+        ),
+        {"live": "RefusedError: a tensor is changed in place by adding the residual stream to it"},
+    ),
 }
