@@ -68,7 +68,10 @@ def trained(model: nn.Module, example: Sequence[Tensor]) -> list[Tensor]:
 
 def symbolic(model: nn.Module, example: Inputs) -> trace.Captured:
     """The quickest capture that the product has."""
-    captured = trace._symbolic_trace(shared_copy(model).eval(), example)
+    try:
+        captured = trace._symbolic_trace(shared_copy(model).eval(), example)
+    except TypeError as error:
+        raise ac.CaptureError(f"symbolic trace: {error}") from error
     captured.front_end = "symbolic trace"
     return captured
 
