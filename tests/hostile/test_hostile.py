@@ -23,7 +23,7 @@ def test_graphs(program: Program) -> None:
 
 
 @seed(15031)
-@settings(max_examples=100, **quiet)
+@settings(max_examples=90, **quiet)
 @given(programs())
 def test_live_models(program: Program) -> None:
     check.outcome(program, "live")
