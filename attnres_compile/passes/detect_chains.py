@@ -85,7 +85,8 @@ def _reaching(module: fx.GraphModule) -> set[fx.Node]:
     """The nodes that an output, or a change in place, depends on."""
     found: set[fx.Node] = set()
     for node in reversed(module.graph.nodes):
-        if node in found or node.op == "output" or node.is_impure():
+        name = _nodes.name_of(node, module)
+        if node in found or node.op == "output" or node.is_impure() or name.endswith("_") or name == "setitem":
             found.update((node, *node.all_input_nodes))
     return found
 
