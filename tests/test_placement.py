@@ -162,10 +162,10 @@ def test_shared_module_has_all_of_its_visits() -> None:
 
 def test_later_layers_start_the_stream_only_where_it_always_enters() -> None:
     class Again(Net):
-        """The second layer is called once more, with the first one's normed output."""
+        """The second layer is called once more, with the normed source."""
 
         def middle(self, x: Tensor) -> Tensor:
-            aside = self.layers[1](self.norm(self.layers[0](x)))
+            aside = self.layers[1](self.norm(x))
             for layer in self.layers:
                 x = layer(x)
             return x + aside
