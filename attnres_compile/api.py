@@ -168,7 +168,8 @@ def _example_inputs(model: nn.Module, example_inputs: Any, *, fresh: bool = True
     trial = shared_copy(model).eval()
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            trial(*inputs.args, **inputs.kwargs)
+            args, kwargs = inputs.fresh()
+            trial(*args, **kwargs)
     except Exception as error:
         raise InputError(
             f"the example inputs do not fit {type(model).__name__}.forward: {type(error).__name__}: {error}"
@@ -220,7 +221,8 @@ def _pushes(model: nn.Module, found: list[Attachment], inputs: Inputs, config: A
     trial = _attached(shared_copy(model), found, config).eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(), Observer() as observer:
-            trial(*inputs.args, **inputs.kwargs)
+            args, kwargs = inputs.fresh()
+            trial(*args, **kwargs)
     except Exception:  # the checks run the model again and report what it says
         return None
     return observer.pushes

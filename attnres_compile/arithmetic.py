@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 Target = Callable[..., Any] | str
 
 IN_PLACE = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_"}
@@ -166,14 +167,22 @@ def permutation(name: str, args: Sequence[Any], ndim: int) -> list[int] | None:
     return order
 
 
-def scaling_factor(name: str, args: Sequence[Any]) -> Any | None:
-    """The single number that a scaling multiplies or divides a stream by (a scalar, or a tensor of one element)."""
+def scaling_factor(name: str, args: Sequence[Any], ndim: int) -> Any | None:
+    """The single number that a scaling multiplies or divides a stream of ``ndim`` axes by: a scalar, or a tensor of it.
+
+    Args:
+        name: operation name.
+        args: its arguments, the stream first.
+        ndim: axes of the stream; a tensor of one element with more would change its shape.
+    """
     if name == "neg":
         return -1
     if len(args) != 2:
         return None
     factor = args[1]
-    if isinstance(factor, int | float):
-        return factor
-    shape = getattr(factor, "shape", None)
-    return factor if shape is not None and len(shape) == 0 else None
+    return factor if isinstance(factor, NUMBERS) or _is_one_element(factor, ndim) else None
+
+
+def _is_one_element(value: Any, ndim: int) -> bool:
+    shape = getattr(value, "shape", None)
+    return shape is not None and len(shape) <= ndim and all(isinstance(n, int) and n == 1 for n in shape)

@@ -66,11 +66,19 @@ class Push:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a chain's source is a value that crosses a module boundary."""
+    """Where a chain's source is a value that crosses a module boundary.
+
+    Attributes:
+        module: path of the module.
+        side: whether the source is an argument or the output.
+        shape: of the source.
+        call: key of the call of that module that the source crosses into or out of.
+    """
 
     module: str
     side: Literal["argument", "output"]
     shape: tuple[int, ...]
+    call: str = field(default="", compare=False)
 
 
 @dataclass
@@ -85,6 +93,7 @@ class ResidualChain:
         pushes: in execution order.
         readers: per position the nodes that read that state.
         boundaries: per reading node the module call whose entry (or the container's exit) makes the read.
+        entries: per key of a module call the position of the latest state that enters it.
         anchors: per module path the positions at which the stream enters it, one per visit.
         container: path of the module that holds the whole chain.
     """
@@ -96,6 +105,7 @@ class ResidualChain:
     pushes: list[Push] = field(default_factory=list)
     readers: dict[int, list[Node]] = field(default_factory=dict)
     boundaries: dict[Node, str] = field(default_factory=dict)
+    entries: dict[str, int] = field(default_factory=dict)
     anchors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     container: str = ""
     plan: BlockPlan | None = None

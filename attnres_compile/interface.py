@@ -15,6 +15,7 @@ from attnres_compile.arithmetic import (
     DROPOUTS,
     INDEXING,
     METADATA,
+    NUMBERS,
     PERMUTATIONS,
     ROW_MAJOR,
     SCALINGS,
@@ -26,8 +27,8 @@ from attnres_compile.arithmetic import (
     scaling_factor,
 )
 from attnres_compile.errors import RefusedError
+from attnres_compile.observer import Observer
 from attnres_compile.stream import (
-    NUMBERS,
     Stream,
     TensorStream,
     Value,
@@ -93,6 +94,8 @@ def _pushed(addition: Addition) -> Stream | None:
     after = skip.push(value)
     if addition.in_place and skip is addition.skip:
         skip.stale = f"by an in-place add{_caller()}"
+    elif addition.in_place and Observer.active is not None:
+        Observer.active.in_place.append(_caller())
     return after
 
 
@@ -109,7 +112,7 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if name in DROPOUTS:
         return _dropped_out(stream, target, name, rest, kwargs)
     if name in SCALINGS:
-        if scaling_factor(name, [stream, *map(example, rest)]) is None:
+        if scaling_factor(name, [stream, *map(example, rest)], stream.ndim) is None:
             return None
         factor = rest[0] if rest else -1
         op = aten.div.Tensor if name.startswith("div") else aten.mul.Tensor

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from attnres_compile.chains import BlockPlan
+from attnres_compile.errors import RefusedError
 
 
 class Observer:
-    """Collects what happens to the streams while it is set: pushes per chain, rows read, dtypes pushed.
+    """Collects what happens to the streams while it is set: pushes per chain, rows read, dtypes, values held.
 
     A subclass sees the tensors, too.
     """
@@ -22,6 +23,37 @@ class Observer:
         self.pushes: dict[int, int] = {}
         self.rows: set[tuple[int, int]] = set()
         self.dtypes: set[torch.dtype] = set()
+        self.held: list[tuple[torch.Tensor, int]] = []
+        self.in_place: list[str] = []
+
+    def hold(self, value: Any) -> None:
+        """Note a tensor of the user's that a stream keeps without a copy."""
+        if isinstance(value, torch.Tensor) and not value.is_inference():
+            self.held.append((value, value._version))
+
+    def refuse_changed(self) -> None:
+        """A tensor that a stream keeps must stay as it is.
+
+        Raises:
+            RefusedError: one was changed in place while the streams were in use.
+        """
+        if any(value._version != version for value, version in self.held):
+            raise RefusedError(
+                "a value that the residual stream keeps (its source, or a branch that was added) was changed in place "
+                "afterwards, under another name; write that operation out of place, or on a clone"
+            )
+
+    def refuse_in_place(self) -> None:
+        """An in-place add of a stream to a tensor gives the next state, and leaves the tensor as it was.
+
+        Raises:
+            RefusedError: there was one; to be called where the outputs differ.
+        """
+        if self.in_place:
+            raise RefusedError(
+                f"a tensor is changed in place by adding the residual stream to it{self.in_place[0]}, and its old "
+                "name is used afterwards; write that add out of place"
+            )
 
     def __enter__(self) -> Observer:
         Observer.active = self
@@ -34,6 +66,8 @@ class Observer:
         """The state at ``position`` has ``branch`` added, of that dtype; its open block's sum is now ``partial``."""
         self.pushes[plan.chain] = self.pushes.get(plan.chain, 0) + 1
         self.dtypes.add(dtype)
+        if partial is branch:
+            self.hold(branch)
 
     def reads(self, stream: Any, row: int) -> None:
         """A state is read with the parameters of ``row``."""

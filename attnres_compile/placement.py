@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +33,9 @@ def attachments(model: nn.Module, captured: Captured, chains: list[ResidualChain
     """
     values = _source_values(captured, [chain.source for chain in chains])
     seen = _crossing_values(shared_copy(model), chains, inputs)
+    keys = {call for node in captured.module.graph.nodes for call in _nodes.calls(node)}
+    calls = Counter(call.path for call in keys)
     found = []
-    starts: dict[tuple[str, Place], ResidualChain] = {}
     for chain in chains:
         assert chain.start is not None and chain.plan is not None
         place = _nearest(values[chain.source], seen[chain.start.module, chain.start.side])
@@ -43,18 +44,11 @@ def attachments(model: nn.Module, captured: Captured, chains: list[ResidualChain
                 f"the source of a chain ({chain.source.name}, {_nodes.location(chain.source)}) is not among the "
                 f"tensors that cross the boundary of {chain.start.module or 'the model'!r}; pass it as an argument"
             )
-        if (other := starts.setdefault((chain.start.module, place), chain)) is not chain:
-            raise RefusedError(
-                f"{chain.start.module!r} is called again and starts a second chain "
-                f"({_nodes.location(chain.pushes[0].node)}, after {_nodes.location(other.pushes[0].node)}), which "
-                "would share the first one's parameters; give every visit a module of its own, or transform the "
-                "exported program"
-            )
-        found.append(_attachment(model, chain, place))
+        found.append(_attachment(model, chain, place, calls))
     return found
 
 
-def _attachment(model: nn.Module, chain: ResidualChain, place: Place) -> Attachment:
+def _attachment(model: nn.Module, chain: ResidualChain, place: Place, calls: Counter[str]) -> Attachment:
     assert chain.start is not None and chain.plan is not None
     readers: dict[str, None] = {}
     for node, key in chain.boundaries.items():
@@ -66,10 +60,16 @@ def _attachment(model: nn.Module, chain: ResidualChain, place: Place) -> Attachm
         visits.setdefault(model.get_submodule(path), (path, []))[1].extend(positions)
     pushing = set(visits)
     first = model.get_submodule(chain.start.module)
+    depth = chain.start.module.count(".") if chain.start.module else -1
     later = [
         (path, min(positions))
         for module, (path, positions) in visits.items()
-        if type(module) is type(first) and module is not first and chain.start.side == "argument"
+        if type(module) is type(first)
+        and module is not first
+        and chain.start.side == "argument"
+        # Called without the stream as well, it would start another one.
+        and path.count(".") == depth
+        and len(positions) == calls[path]
     ]
     parts = chain.container.split(".") if chain.container else []
     return Attachment(
@@ -109,8 +109,15 @@ def _source_values(captured: Captured, sources: list[fx.Node]) -> dict[fx.Node, 
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         with contextlib.suppress(_Found):
-            recorder.run(*captured.inputs)
+            recorder.run(*_fresh(captured))
     return recorder.found
+
+
+def _fresh(captured: Captured) -> list[Any]:
+    """The graph's inputs with copies of the user's tensors: a model may change its inputs in place."""
+    placeholders = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
+    both = zip(placeholders, captured.inputs, strict=True)
+    return [v.clone() if isinstance(v, Tensor) and not n.meta.get("is_parameter") else v for n, v in both]
 
 
 def _crossing_values(model: nn.Module, chains: list[ResidualChain], inputs: Inputs) -> dict[tuple[str, str], Seen]:
@@ -124,7 +131,8 @@ def _crossing_values(model: nn.Module, chains: list[ResidualChain], inputs: Inpu
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
-        model(*inputs.args, **inputs.kwargs)
+        args, kwargs = inputs.fresh()
+        model(*args, **kwargs)
     return seen
 
 

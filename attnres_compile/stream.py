@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from attnres_compile.arithmetic import NUMBERS
 from attnres_compile.chains import BlockPlan
 from attnres_compile.errors import RefusedError
 from attnres_compile.observer import Observer
@@ -24,7 +25,6 @@ aten = torch.ops.aten
 ops = torch.ops.attnres_compile
 
 Value = Any  # a tensor, or a proxy for one
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 class Phase(NamedTuple):
@@ -255,6 +255,8 @@ class TensorStream(Stream, torch.Tensor):  # type: ignore[misc, override]
 def start(value: Value, axis: int, plan: BlockPlan, reads: ReadParameters, *, traced: bool = False) -> Stream:
     """The stream at its source: ``value`` is ``b_0``; ``traced`` says that a tracer will see it."""
     kind = Stream if traced or torch.compiler.is_compiling() else TensorStream
+    if Observer.active is not None:
+        Observer.active.hold(value)
     return kind((value,), None, None, 0, axis, plan, reads)
 
 

@@ -36,7 +36,8 @@ def run_checks(
         mode: "quick" compares one forward; "full" adds a second shape, training mode, and gradients.
 
     Raises:
-        RefusedError: a run of either model ended in an error that shows why it cannot be transformed.
+        RefusedError: a run of either model ended in an error that shows why it cannot be transformed, or changed what
+            a stream keeps.
     """
     if mode == "off":
         return []
@@ -46,6 +47,8 @@ def run_checks(
         tolerance = _tolerance(original, observer)
         pair = _Pair(original, transformed, tolerance)
         checks.append(pair.forward("zero queries equal the original", inputs))
+        if not checks[0].passed:
+            observer.refuse_in_place()
         if pushes is not None:
             wrong = sum(abs(observer.pushes.get(chain, 0) - count) for chain, count in pushes.items())
             seen = sum(observer.pushes.get(chain, 0) for chain in pushes)
@@ -78,7 +81,8 @@ def raise_failures(checks: list[Check], model: str) -> None:
 def call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Every floating-point tensor that one seeded forward returns."""
     torch.manual_seed(SEED)
-    return tensors(model(*inputs.args, **inputs.kwargs))
+    args, kwargs = inputs.fresh()
+    return tensors(model(*args, **kwargs))
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -126,6 +130,7 @@ def _observed(transformed: nn.Module, inputs: Inputs) -> Observer:
     model = _in_mode(transformed, False)
     with torch.no_grad(), Observer() as observer:
         observer.dtypes |= {output.dtype for output in call(model, inputs)}
+    observer.refuse_changed()
     return observer
 
 

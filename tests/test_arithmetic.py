@@ -237,18 +237,20 @@ def test_permutations(name: str, rest: tuple[Any, ...], expected: list[int] | No
         ("mul", (X, 2), 2),
         ("div", (X, 0.5), 0.5),
         ("mul", (X, torch.zeros(3)), None),
-        ("mul", (X, torch.zeros(1)), None),
+        ("mul", (X, torch.zeros(1, 3)), None),
+        ("mul", (X, torch.ones(1, 1, 1, 1)), None),
         ("mul", (X,), None),
         ("div", (X, 2, "floor"), None),
     ],
 )
 def test_scaling_factors(name: str, args: tuple[Any, ...], expected: Any) -> None:
-    assert scaling_factor(name, args) == expected
+    assert scaling_factor(name, args, 3) == expected
 
 
 def test_scaling_by_a_number_in_a_tensor() -> None:
-    factor = torch.tensor(2.0)
-    assert scaling_factor("mul", (X, factor)) is factor
+    for shape in ((), (1,), (1, 1, 1)):
+        factor = torch.full(shape, 2.0)
+        assert scaling_factor("mul", (X, factor), 3) is factor
 
 
 def test_an_operation_is_of_one_kind() -> None:

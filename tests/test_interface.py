@@ -197,7 +197,15 @@ def test_casts(dtype: torch.dtype, operation: Operation, seen: int) -> None:
     assert cast.type_as(random(dtype=F64)).dtype == F64
 
 
-@pytest.mark.parametrize("factor", [lambda: random(WIDTH), lambda: random(2, 1, 1), lambda: random(1)])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_factors_of_one_element_are_carried(shape: tuple[int, ...]) -> None:
+    stream, factor = pushed(begun(), 3), torch.full(shape, 1.5, dtype=F64)
+    for scaled, number in ((stream * factor, 1.5), (factor * stream, 1.5), (stream / factor, 1 / 1.5)):
+        assert is_stream(scaled)
+        assert_close(scaled.read(), expected_read(scaled, [source * number for source in stream.sources], 2))
+
+
+@pytest.mark.parametrize("factor", [lambda: random(WIDTH), lambda: random(2, 1, 1), lambda: random(1, 1, 1, 1)])
 def test_factors_of_more_than_one_number_read(factor: Callable[[], Tensor]) -> None:
     stream = pushed(begun(), 3)
     for operation in (lambda x: x * factor(), lambda x: factor() * x, lambda x: x / factor()):

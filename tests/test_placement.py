@@ -160,18 +160,18 @@ def test_shared_module_has_all_of_its_visits() -> None:
     assert only(TwoNames()).anchors == (("layers.0", (0, 2, 4)),)
 
 
-def test_one_module_that_starts_two_chains_is_refused() -> None:
-    class Twice(Net):
+def test_later_layers_start_the_stream_only_where_it_always_enters() -> None:
+    class Again(Net):
+        """The second layer is called once more, with the normed source."""
+
         def middle(self, x: Tensor) -> Tensor:
+            aside = self.layers[1](self.norm(x))
             for layer in self.layers:
                 x = layer(x)
-            y = self.norm(x)
-            for layer in self.layers:
-                y = layer(y)
-            return y
+            return x + aside
 
-    with pytest.raises(RefusedError, match=r"'layers.0' is called again and starts a second chain .*models.py:\d+"):
-        found(Twice())
+    (attachment,) = found(Again(Block(), Block(), Block()))
+    assert [path for path, _ in attachment.later] == ["layers.2"]
 
 
 def test_source_among_no_values_is_refused() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from attnres_compile.arithmetic import NUMBERS
 from attnres_compile.attach import ATTRIBUTE
 from attnres_compile.capture.inputs import normalise
 from attnres_compile.chains import BlockPlan
@@ -24,7 +25,7 @@ from attnres_compile.errors import InputError
 from attnres_compile.observer import Observer
 from attnres_compile.ops.factored import compute_dtype, inverse_rms
 from attnres_compile.report import AttnResReport
-from attnres_compile.stream import NUMBERS, Stream
+from attnres_compile.stream import Stream
 
 Loss = Callable[[Any], Tensor]
 

@@ -19,6 +19,10 @@ class Inputs(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def fresh(self) -> Inputs:
+        """The same with copies of the tensors: a model may change its inputs in place."""
+        return Inputs(*pytree.tree_map_only(Tensor, _copied, (self.args, self.kwargs)))
+
 
 def normalise(model: nn.Module, example_inputs: Any) -> Inputs:
     """One forward call from what a user passes as ``example_inputs``.
@@ -46,9 +50,17 @@ def normalise(model: nn.Module, example_inputs: Any) -> Inputs:
         )
     parameters = inspect.signature(model.forward).parameters
     # A key-value cache is an object that no tracer takes as an output; without it the numbers are the same.
-    if "use_cache" in parameters and "use_cache" not in inputs.kwargs:
+    if _may_cache(model, parameters) and "use_cache" not in inputs.kwargs:
         inputs.kwargs["use_cache"] = False
     return inputs
+
+
+def _may_cache(model: nn.Module, parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether the forward takes ``use_cache``: by name, or among keywords that it hands on to a model with a cache."""
+    hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return "use_cache" in parameters or (hands_on and bool(getattr(text, "use_cache", False)))
 
 
 def _from_config(model: nn.Module) -> dict[str, Any]:
@@ -75,6 +87,12 @@ def _from_config(model: nn.Module) -> dict[str, Any]:
         raise InputError(f"cannot make example inputs for {type(model).__name__} ({main}); pass example_inputs")
     dtype = next(model.parameters()).dtype
     return {key: value.to(dtype) if value.is_floating_point() else value for key, value in made.items()}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    # A leaf of autograd stays one.
+    copied = tensor.detach().clone() if tensor.is_leaf else tensor.clone()
+    return copied.requires_grad_(tensor.requires_grad) if tensor.is_leaf else copied
 
 
 def _noise(*shape: int) -> Tensor:

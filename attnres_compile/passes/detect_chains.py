@@ -35,6 +35,19 @@ NO_BOUNDARY = (
     "the source is made and consumed inside one function with no module boundary between, where a live module cannot "
     "start a stream; transform the exported program instead (torch.export.export, then attnres_compile.transform)"
 )
+NO_ADD = (
+    "no residual add: no sum has a term that is computed, through a weight, from another one (there are no skips, or "
+    "they are concatenated, or mixed by matrices)"
+)
+UNUSED = "nothing that reads the stream reaches the output"
+GATED = (
+    "the skip is multiplied by a tensor (a gate, or one weight per feature) before the add, and only a single number "
+    "is carried as a coefficient of the stream"
+)
+OTHER_CALL = (
+    "the stream would start with {!r}, which is also called with another value, and hooks cannot tell the calls apart; "
+    "give every visit a module of its own, or transform the exported program"
+)
 ACTIVATIONS = frozenset({"relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu"})
 
 
@@ -53,27 +66,45 @@ class DetectChains:
     def __call__(self, subject: Subject) -> bool:
         """Find the chains and the refused candidates; True when there are others than before."""
         before = ([(chain.source, len(chain.pushes)) for chain in subject.chains], subject.refusals)
-        chains, refusals = detect(subject.module, outermost=self.outermost)
-        if self.live:
-            chains = _keep(chains, refusals, lambda chain: NO_BOUNDARY if chain.start is None else None)
-        if not subject.config.preserve:
-            chains = _keep(chains, refusals, lambda chain: _not_scale_invariant(chain, subject.module))
+        used = _reaching(subject.module)
+
+        def why_not(chain: ResidualChain) -> str | None:
+            reason = None if used & _readers(chain) else UNUSED
+            if self.live:
+                reason = reason or _no_start(chain, subject.module)
+            return reason if subject.config.preserve else reason or _not_scale_invariant(chain, subject.module)
+
+        chains, refusals = detect(subject.module, live=self.live, outermost=self.outermost, why_not=why_not)
         if ([(chain.source, len(chain.pushes)) for chain in chains], refusals) == before:
             return False
         subject.chains, subject.refusals = chains, refusals
         return True
 
 
-def _keep(
-    chains: list[ResidualChain], refusals: list[Refusal], why_not: Callable[[ResidualChain], str | None]
-) -> list[ResidualChain]:
-    reasons = [(chain, why_not(chain)) for chain in chains]
-    refusals += [
-        Refusal(reason, chain.pushes[0].node.name, _nodes.location(chain.pushes[0].node))
-        for chain, reason in reasons
-        if reason is not None
-    ]
-    return [chain for chain, reason in reasons if reason is None]
+def _reaching(module: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that an output, or a change in place, depends on."""
+    found: set[fx.Node] = set()
+    for node in reversed(module.graph.nodes):
+        name = _nodes.name_of(node, module)
+        if node in found or node.op == "output" or node.is_impure() or name.endswith("_") or name == "setitem":
+            found.update((node, *node.all_input_nodes))
+    return found
+
+
+def _readers(chain: ResidualChain) -> set[fx.Node]:
+    return {node for position, nodes in chain.readers.items() if position for node in nodes}
+
+
+def _no_start(chain: ResidualChain, module: fx.GraphModule) -> str | None:
+    start = chain.start
+    if start is None:
+        return NO_BOUNDARY
+    first, *later = dict.fromkeys(c.key for n in module.graph.nodes for c in _nodes.calls(n) if c.path == start.module)
+    users = [push.node for push in chain.pushes]
+    if start.side == "argument":
+        users += (node for nodes in chain.readers.values() for node in nodes)
+    entered = {call.key for node in users for call in _nodes.calls(node)}
+    return None if first == start.call and entered.issuperset(later) else OTHER_CALL.format(start.module)
 
 
 def _not_scale_invariant(chain: ResidualChain, module: fx.GraphModule) -> str | None:
@@ -89,8 +120,21 @@ def _not_scale_invariant(chain: ResidualChain, module: fx.GraphModule) -> str | 
     return None
 
 
-def detect(module: fx.GraphModule, *, outermost: bool = True) -> tuple[list[ResidualChain], list[Refusal]]:
-    """Chains in execution order, and what looked like one but is not."""
+def detect(
+    module: fx.GraphModule,
+    *,
+    live: bool = False,
+    outermost: bool = True,
+    why_not: Callable[[ResidualChain], str | None] = lambda chain: None,
+) -> tuple[list[ResidualChain], list[Refusal]]:
+    """Chains in execution order, and what looked like one but is not.
+
+    Args:
+        module: the graph.
+        live: the streams exist only behind the module boundaries where they start.
+        outermost: as for ``DetectChains``.
+        why_not: the reason to refuse a chain, or None.
+    """
     sums = residual_sums.find(module)
     evidence = {add.node for add in sums.residual}
     sources = starts.sources(module, sums)
@@ -99,37 +143,66 @@ def detect(module: fx.GraphModule, *, outermost: bool = True) -> tuple[list[Resi
         # A live model can start a stream only where a value crosses a module boundary.
         if chain.start is None and chain.pushes and (moved := starts.upstream(chain, module)) is not None:
             sources = {**sources, moved[0]: moved[1]}
-    chains = _with_boundaries(module, sources, evidence, outermost)
-    kept = [chain for chain in chains if chain.sublayers >= 2]
-    if len(kept) < len(chains):
-        # What a refused stream passes through must not count: follow the others alone.
-        sources = {chain.source: sources[chain.source] for chain in kept}
-        kept = _with_boundaries(module, sources, evidence, outermost)
+    kept = _with_boundaries(module, sources, evidence, outermost)
+    refusals: list[Refusal] = []
+    pushed: set[fx.Node] = set()
+    for chain in kept:
+        chain.start = starts.at_output(chain) or chain.start
+    settled = not (live and any(_is_used_before(chain) for chain in kept))
+    while True:
+        # What a refused stream passes through must not count: the others are followed alone.
+        left = []
+        for chain in kept:
+            reason = why_not(chain) if chain.sublayers >= 2 else ""
+            if reason is None:
+                left.append(chain)
+            elif reason:
+                first = chain.pushes[0].node
+                refusals.append(Refusal(reason, first.name, _nodes.location(first)))
+                pushed.update(push.node for push in chain.pushes)
+        if settled and len(left) == len(kept):
+            break
+        sources = {chain.source: starts.Source(chain.axis, chain.start) for chain in left}
+        kept = _with_boundaries(module, sources, evidence, outermost, live=live)
+        settled = True
     for chain in kept:
         chain.start = starts.at_output(chain) or chain.start
         _anchor(chain)
-    pushed = {push.node for chain in kept for push in chain.pushes}
+        pushed.update(push.node for push in chain.pushes)
     refusals = [
         Refusal(_why_not(add.node, module), add.node.name, _nodes.location(add.node))
         for add in sums.residual
         if add.node not in pushed and add.root not in evidence
-    ]
+    ] + refusals
+    if not kept:
+        refusals += [Refusal(GATED, node.name, _nodes.location(node)) for node in sums.gated]
+        refusals = refusals or [Refusal(NO_ADD, "output", "in the whole graph")]
     return kept, refusals
 
 
 def _with_boundaries(
-    module: fx.GraphModule, sources: dict[fx.Node, starts.Source], evidence: set[fx.Node], outermost: bool
+    module: fx.GraphModule,
+    sources: dict[fx.Node, starts.Source],
+    evidence: set[fx.Node],
+    outermost: bool,
+    *,
+    live: bool = False,
 ) -> list[ResidualChain]:
     """Follow the streams, with the modules that only read as boundaries where no push is lost by that."""
-    free = follow(module, sources, Boundaries({}, {}))
+    free = follow(module, sources, Boundaries({}, {}), live=live)
     essential = [chain.main_path(evidence) for chain in free]
     for outer in dict.fromkeys((outermost, False)):
         boundaries = Boundaries.around(free, essential, outermost=outer)
-        bounded = follow(module, sources, boundaries)
+        bounded = follow(module, sources, boundaries, live=live)
         kept = {chain.source: {push.node for push in chain.pushes} for chain in bounded}
         if all(main <= kept.get(chain.source, set()) for chain, main in zip(free, essential, strict=True)):
             return bounded
-    return follow(module, sources, Boundaries.exits(free))
+    return follow(module, sources, Boundaries.exits(free), live=live)
+
+
+def _is_used_before(chain: ResidualChain) -> bool:
+    """Whether the source has uses where a live stream has not started."""
+    return chain.start is not None and any(not starts.sees(chain.start, user) for user in chain.source.users)
 
 
 def _anchor(chain: ResidualChain) -> None:
@@ -139,14 +212,25 @@ def _anchor(chain: ResidualChain) -> None:
         stack = _nodes.calls(push.node)
         depth = next((i for i, call in enumerate(stack) if call.path == chain.container), 0)
         for call in stack[depth + 1 :]:
-            entries[call.path].setdefault(call.key, push.position - 1)
+            entries[call.path].setdefault(call.key, chain.entries.get(call.key, push.position - 1))
     chain.anchors = {path: tuple(sorted(visits.values())) for path, visits in entries.items()}
 
 
 def _why_not(add: fx.Node, module: fx.GraphModule) -> str:
-    following = {_nodes.name_of(user, module) for user in add.users} - METADATA
-    if following & NORMS:
+    readers = _first_readers(add, module)
+    following = {_nodes.name_of(reader, module) for reader in readers} - METADATA
+    normed = (_nodes.calls(reader)[-1].kind for reader in readers if _nodes.calls(reader))
+    if following & NORMS or any("norm" in kind.lower() for kind in normed):
         return "post-norm: the sum is normalised before the next add, so no residual stream goes on"
     if following & ACTIVATIONS:
         return "activation after the add: the sum passes through it before the next add, so no residual stream goes on"
     return f"the stream ends after one sublayer; it is read next by {', '.join(sorted(following)) or 'nothing'}"
+
+
+def _first_readers(node: fx.Node, module: fx.GraphModule) -> list[fx.Node]:
+    """The users of a node, looked for behind what only passes it on."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        passes_on = residual_sums.carried_input(user, module) is node
+        found += _first_readers(user, module) if passes_on else [user]
+    return found

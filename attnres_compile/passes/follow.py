@@ -23,7 +23,7 @@ from attnres_compile.arithmetic import (
 from attnres_compile.chains import Push, ResidualChain
 from attnres_compile.passes import _nodes
 from attnres_compile.passes.residual_sums import CARRYING
-from attnres_compile.passes.starts import Source
+from attnres_compile.passes.starts import Source, sees
 
 EXIT = "<exit>"
 
@@ -93,9 +93,18 @@ def _container(chain: ResidualChain) -> tuple[_nodes.Call, ...]:
     return tuple(shared)
 
 
-def follow(module: fx.GraphModule, sources: Mapping[fx.Node, Source], boundaries: Boundaries) -> list[ResidualChain]:
-    """Chains with their pushes, their readers, and the boundary that a reader lies behind."""
-    walk = _Walk(module, sources, boundaries)
+def follow(
+    module: fx.GraphModule, sources: Mapping[fx.Node, Source], boundaries: Boundaries, *, live: bool = False
+) -> list[ResidualChain]:
+    """Chains with their pushes, their readers, and the boundary that a reader lies behind.
+
+    Args:
+        module: the graph.
+        sources: where streams start.
+        boundaries: the module calls that read at their entry.
+        live: a stream exists only behind the module boundary where it starts; in a graph it does for every user.
+    """
+    walk = _Walk(module, sources, boundaries, live)
     for node in module.graph.nodes:
         walk.visit(node)
     for chain in walk.chains:
@@ -120,14 +129,19 @@ def changes_nothing(node: fx.Node, module: fx.GraphModule) -> bool:
 
 
 class _Walk:
-    def __init__(self, module: fx.GraphModule, sources: Mapping[fx.Node, Source], boundaries: Boundaries) -> None:
-        self.module, self.sources, self.boundaries = module, sources, boundaries
+    def __init__(
+        self, module: fx.GraphModule, sources: Mapping[fx.Node, Source], boundaries: Boundaries, live: bool
+    ) -> None:
+        self.module, self.sources, self.boundaries, self.live = module, sources, boundaries, live
         self.chains: list[ResidualChain] = []
         self.states: dict[fx.Node, State] = {}
 
     def visit(self, node: fx.Node) -> None:
         """Do what a stream would do at this node."""
+        unseen = {s: self.states.pop(s) for s in node.all_input_nodes if self._is_unseen(s, node)}
         inputs = [source for source in node.all_input_nodes if source in self.states]
+        for source in inputs:
+            self._enter(node, source)
         if inputs:
             state = self._same(node) or self._behind(node, inputs) or self._added(node) or self._carried(node)
             if state is not None and state.chain >= 0:
@@ -139,6 +153,22 @@ class _Walk:
             axis, start = self.sources[node]
             self.states[node] = State(len(self.chains), 0, axis)
             self.chains.append(ResidualChain(node, axis, (_nodes.shape(node) or ())[axis], start))
+        self.states.update(unseen)
+
+    def _enter(self, node: fx.Node, source: fx.Node) -> None:
+        """Note the state that comes into the module calls around a node from outside of them."""
+        state, outer = self.states[source], {call.key for call in _nodes.calls(source)}
+        entries = self.chains[state.chain].entries
+        for call in _nodes.calls(node):
+            if call.key not in outer:
+                entries[call.key] = max(state.position, entries.get(call.key, 0))
+
+    def _is_unseen(self, source: fx.Node, node: fx.Node) -> bool:
+        """Whether a live stream has not started yet where this node uses its source."""
+        if not self.live or source not in self.sources or source not in self.states:
+            return False
+        start = self.sources[source].start
+        return start is not None and self.states[source].position == 0 and not sees(start, node)
 
     def _read(self, node: fx.Node, state: State, *, leaving: bool = False) -> None:
         chain = self.chains[state.chain]
@@ -208,7 +238,8 @@ class _Walk:
             return None
         if name in UNCHANGED or name in DROPOUTS:
             return state
-        if name in SCALINGS and scaling_factor(name, [args[0], *map(_nodes.value, args[1:])]) is None:
+        ndim = len(_nodes.shape(args[0]) or ())
+        if name in SCALINGS and scaling_factor(name, [args[0], *map(_nodes.value, args[1:])], ndim) is None:
             return None
         before, after = _nodes.shape(args[0]), _nodes.shape(node)
         if before is None or after is None:

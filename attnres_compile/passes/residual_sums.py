@@ -46,10 +46,17 @@ class ResidualSum:
 
 @dataclass(frozen=True)
 class Sums:
-    """The residual adds of a graph, in graph order, and how many follow each other from a node on."""
+    """The residual adds of a graph, in graph order, and how many follow each other from a node on.
+
+    Attributes:
+        residual: the adds.
+        depth: per node how many follow.
+        gated: sums whose skip is multiplied by a tensor, such as one weight a feature: no residual adds.
+    """
 
     residual: tuple[ResidualSum, ...]
     depth: dict[fx.Node, int]
+    gated: tuple[fx.Node, ...] = ()
 
 
 def find(module: fx.GraphModule) -> Sums:
@@ -57,7 +64,9 @@ def find(module: fx.GraphModule) -> Sums:
     additions = {node: found for node in module.graph.nodes if (found := _addition(node, module)) is not None}
     paths = {operand: carried_path(operand, module) for found in additions.values() for operand in _terms(found)}
     order = {node: i for i, node in enumerate(module.graph.nodes)}
-    roots = sorted({path[-1] for path in paths.values()}, key=order.__getitem__)
+    factors = {root: _factors(root, module) for root in {path[-1] for path in paths.values()}}
+    marked = {*factors, *(factor for found in factors.values() for factor in found)}
+    roots = sorted(marked, key=order.__getitem__)
     own = {root: 1 << i for i, root in enumerate(roots)}
     lineage = dict(own)
     ancestors = _ancestors(module, own)
@@ -85,7 +94,20 @@ def find(module: fx.GraphModule) -> Sums:
         terms = [residual[node].root] if node in residual else [paths[term][-1] for term in _terms(addition)]
         for root in terms:
             depth[root] = max(depth.get(root, 0), depth.get(node, 0) + (node in residual))
-    return Sums(tuple(residual.values()), depth)
+    gated = []
+    for node, addition in additions.items():
+        evidence = [] if node in residual else _evidence(addition, ancestors)
+        if any(found & own[factor] for term, found in evidence for factor in factors[paths[term][-1]]):
+            gated.append(node)
+    return Sums(tuple(residual.values()), depth, tuple(gated))
+
+
+def _factors(node: fx.Node, module: fx.GraphModule) -> list[fx.Node]:
+    """Of a product of tensors the factors that have its shape, and what they are forms of."""
+    if _nodes.name_of(node, module) not in ("mul", "mul_"):
+        return []
+    factors = [factor for factor in node.all_input_nodes if _nodes.shape(factor) == _nodes.shape(node)]
+    return [carried_path(factor, module)[-1] for factor in factors]
 
 
 def _addition(node: fx.Node, module: fx.GraphModule) -> Addition | None:
@@ -150,13 +172,13 @@ def carried_input(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:
     if name not in CARRYING:
         return None
     args = list(node.args)
-    if name == "mul" and (not isinstance(args[0], fx.Node) or len(_nodes.shape(args[0]) or ()) == 0):
+    if name == "mul" and (not isinstance(args[0], fx.Node) or set(_nodes.shape(args[0]) or ()) <= {1}):
         args.reverse()
     source = args[0]
     before, after = _nodes.shape(source), _nodes.shape(node)
     if not isinstance(source, fx.Node) or before is None or after is None or not _nodes.is_float(source):
         return None
-    if name in SCALINGS and scaling_factor(name, [source, *map(_nodes.value, args[1:])]) is None:
+    if name in SCALINGS and scaling_factor(name, [source, *map(_nodes.value, args[1:])], len(before)) is None:
         return None
     axis = carried_axis(name, args, before, after, -1)
     return source if axis is not None or name in PERMUTATIONS else None

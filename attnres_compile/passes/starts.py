@@ -69,11 +69,11 @@ def _crossing(path: list[fx.Node], inside: tuple[_nodes.Call, ...]) -> tuple[fx.
     if shared < len(inside):
         entered = inside[shared]
         node = next(n for n in path if all(call.key != entered.key for call in _nodes.calls(n)))
-        return node, Start(entered.path, "argument", _nodes.shape(node) or ())
+        return node, Start(entered.path, "argument", _nodes.shape(node) or (), entered.key)
     if shared < len(outer):
         left = outer[shared]
         node = next(n for n in path if any(call.key == left.key for call in _nodes.calls(n)))
-        return node, Start(left.path, "output", _nodes.shape(node) or ())
+        return node, Start(left.path, "output", _nodes.shape(node) or (), left.key)
     return None
 
 
@@ -87,7 +87,17 @@ def at_output(chain: ResidualChain) -> Start | None:
     shared = 0
     while shared < min(len(inside), len(outer)) and inside[shared].key == outer[shared].key:
         shared += 1
-    return Start(outer[shared].path, "output", chain.start.shape) if shared < len(outer) else None
+    if shared == len(outer):
+        return None
+    return Start(outer[shared].path, "output", chain.start.shape, outer[shared].key)
+
+
+def sees(start: Start, user: fx.Node) -> bool:
+    """Whether a live stream has started where a node uses the source: the source itself stays a tensor."""
+    paths = [call.path for call in _nodes.calls(user)]
+    if start.side == "argument":
+        return not start.module or start.module in paths
+    return start.call not in [call.key for call in _nodes.calls(user)]
 
 
 def _upstream(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:

@@ -69,6 +69,33 @@ def test_caches_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "passed"), [({"use_cache": True}, True), ({"use_cache": False}, False), ({}, False)]
+)
+def test_use_cache_among_keywords_that_are_handed_on(config: dict[str, bool], passed: bool) -> None:
+    class HandsOn(nn.Module):
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            return x
+
+    model: Any = HandsOn()
+    assert "use_cache" not in normalise(model, X).kwargs
+    model.config = SimpleNamespace(**config)
+    assert ("use_cache" in normalise(model, X).kwargs) == passed
+
+
+def test_fresh_inputs_are_copies() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    inputs = Inputs((x, 1), {"mask": Y})
+    (copied, one), kwargs = inputs.fresh()
+    assert one == 1
+    assert (copied.requires_grad, copied.is_leaf) == (True, True)
+    with torch.no_grad():
+        copied.zero_()
+        kwargs["mask"].zero_()
+    assert x.eq(1).all()
+    assert Y.eq(1).all()
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("llama", {"input_ids": (2, 9)}),

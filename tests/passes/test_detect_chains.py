@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from attnres_compile.chains import Refusal, ResidualChain, Start
 from attnres_compile.passes.detect_chains import NO_BOUNDARY, DetectChains
@@ -228,7 +228,42 @@ def test_second_run_changes_nothing(graph: Callable[..., fx.GraphModule], model:
 
 def test_a_find_is_a_change() -> None:
     assert DetectChains()(subject(traced(Net())))
-    assert not DetectChains()(subject(traced(nn.Sequential(nn.Linear(3, 3)))))
+
+
+def test_a_graph_without_residual_adds_has_its_reason() -> None:
+    found = subject(traced(nn.Sequential(nn.Linear(3, 3))))
+    assert DetectChains()(found)
+    (refusal,) = found.refusals
+    assert "no residual add" in refusal.reason
+    assert not DetectChains()(found)
+
+
+def test_a_stream_that_nothing_depends_on_is_refused() -> None:
+    class Unused(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            return x
+
+    found = subject(traced(Unused()))
+    DetectChains()(found)
+    assert not found.chains
+    assert "reaches the output" in found.refusals[0].reason
+
+
+@either
+def test_a_start_that_is_called_with_something_else_is_refused(graph: Callable[..., fx.GraphModule]) -> None:
+    class Twice(Net):
+        def middle(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            y = self.norm(x)
+            for layer in self.layers:
+                y = layer(y)
+            return y
+
+    chains, refusals = detected(graph(Twice()), live=True)
+    assert not chains
+    assert all("called with another value" in refusal.reason for refusal in refusals)
 
 
 def test_a_refusal_is_a_change() -> None:

@@ -202,6 +202,35 @@ class ScaledSkip(Pair):
         return 1.5 * x + self.g(x)
 
 
+class Scales(Pair):
+    """A learned factor for each add, of some shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(1 + 0.2 * torch.randn(shape)) for _ in range(2))
+
+
+@PROGRAMS.layer(pushes=8)
+class LearnedScales(Scales):
+    """a * x + f with a learned number, as DeepNorm and per-layer lambdas have it: two pushes in each of four."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a * x + self.f(x)
+        return x * self.b - self.g(x)
+
+
+@PROGRAMS.layer(pushes=8)
+class LearnedScalesOfOneElement(Scales):
+    """The same with parameters of one element and an axis: the factor is a number still, and keeps the shape."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a * x + self.f(x)
+        return self.g(x) + x * self.b
+
+
 @PROGRAMS.layer(pushes=8)
 class SubsetDepth(Pair):
     """Stochastic depth for a part of the batch: train mode adds by index_add, which reads; eval mode has two ordinary

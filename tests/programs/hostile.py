@@ -63,7 +63,20 @@ class AliasInPlace(Pair):
         return x + self.g(alias)
 
 
-@PROGRAMS.layer(refused=NO_CHAIN)
+@PROGRAMS.layer(refused="multiplied by a tensor")
+class ScaledFeatures(Pair):
+    """w * x + f with one weight per feature: depth attention would see other keys than the branches do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.w = (nn.Parameter(1 + 0.2 * torch.randn(WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.v * x + self.f(x)
+        return self.w * x + self.g(x)
+
+
+@PROGRAMS.layer(refused="multiplied by a tensor")
 class Highway(Pair):
     """A gate for each feature weighs branch against stream, by products and by lerp: no state is kept as it is."""
 

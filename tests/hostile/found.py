@@ -1,0 +1,94 @@
+"""Programs in which the hostile run found something, cut down, with what each route has to say."""
+
+from tests.hostile.check import Route
+from tests.hostile.programs import Body, Program, Step
+
+OTHER_CALL = "no chain: the stream would start with"
+
+
+def body(*steps: tuple[str, int] | tuple[str, int, int], inputs: int = 1, returns: tuple[int, ...] = ()) -> Body:
+    """A body that returns its last register unless it says another."""
+    done = tuple(Step(op, of) for op, *of in ((step[0], *step[1:]) for step in steps))  # type: ignore[arg-type]
+    return Body(inputs, tuple(Step(s.op, tuple(s.of)) for s in done), returns or (inputs + len(steps) - 1,))
+
+
+def two(x: int) -> tuple[tuple[str, int] | tuple[str, int, int], ...]:
+    """Two sublayers on a register, which is the last."""
+    return ("branch", x), ("add", x, x + 1), ("branch", x + 2), ("add", x + 2, x + 3)
+
+
+FOUND: dict[str, tuple[Program, dict[Route, str]]] = {
+    # A term of the first add is a later chain's source; live, the stream starts after its module only.
+    "used before it starts": (
+        Program(
+            body(("call 0", 0), ("branch", 2), ("add", 2, 3), ("branch", 4), ("add", 4, 5), ("call 0", 6)),
+            (body(("branch", 0), ("add", 0, 1), ("branch", 2), ("add", 2, 3), returns=(4, 1)),),
+        ),
+        {"graph": "equal", "live": "equal"},
+    ),
+    # The module whose output the source is was called before.
+    "later call": (
+        Program(
+            body(
+                ("linear module", 0),
+                ("call 0", 1),
+                ("call 0", 2),
+                ("branch", 3),
+                ("add", 3, 4),
+                ("branch", 5),
+                ("add", 5, 6),
+            ),
+            (body(("add vector", 0), ("relu", 1)),),
+        ),
+        {"graph": "equal", "live": OTHER_CALL},
+    ),
+    # The root is of the layers' class, but no layer.
+    "layer of the root's class": (
+        Program(
+            body(("linear module", 0), ("call 1", 1, 0), ("call 0", 2), ("call 1", 3, 1), ("call 0", 4)),
+            (
+                body(("branch", 0), ("add", 0, 1), ("branch", 2), ("sub", 2, 3), ("branch", 4), ("sum", 4, 5)),
+                body(("branch", 1), ("sum", 1, 2), inputs=2),
+            ),
+            2,
+        ),
+        {"graph": "equal", "live": "no chain: nothing that reads the stream reaches the output"},
+    ),
+    "learned scale of one element": (
+        Program(
+            body(("linear module", 0), ("call 0", 1), ("branch", 2), ("learned scale of one", 2), ("add", 4, 3)),
+            (body(("branch", 0), ("add", 0, 1), ("branch", 2), ("add", 2, 3)),),
+            2,
+        ),
+        {"graph": "equal", "live": "equal"},
+    ),
+    "input changed in place": (
+        Program(body(("branch of a copy", 0), ("iadd", 0, 1), ("branch of a copy", 2), ("iadd", 2, 3))),
+        {"graph": "equal", "live": "equal"},
+    ),
+    # A layer of two inputs is called again: the later state comes in beside the source.
+    "two states enter a shared layer": (
+        Program(
+            body(*two(0), ("call 0", 4, 0), ("call 0", 5, 0), *two(6)),
+            (body(("rms by hand", 0), ("linear", 2), ("add", 1, 3), ("branch", 4), ("add", 4, 5), inputs=2),),
+            2,
+        ),
+        {"graph": "equal", "live": "equal"},
+    ),
+    # The live stream holds the tensor that the root changes.
+    "source changed under another name": (
+        Program(
+            body(("linear module", 0), ("call 0", 1), ("mul_", 1), ("call 0", 2), ("add", 4, 3)),
+            (body(("branch of a copy", 0), ("add", 0, 1), ("branch of a copy", 2), ("add", 2, 3)),),
+        ),
+        {"live": "RefusedError: a value that the residual stream keeps"},
+    ),
+    # To the program, the tensor of the first name has changed.
+    "a stream added to a tensor in place": (
+        Program(
+            body(*(("linear module", 0), ("call 0", 1), ("linear", 1)), *(("add_ unbound", 3, 2), ("add", 2, 3))),
+            (body(("branch of a copy", 0), ("add", 0, 1), ("branch of a copy", 2), ("add", 2, 3)),),
+        ),
+        {"live": "RefusedError: a tensor is changed in place by adding the residual stream to it"},
+    ),
+}
