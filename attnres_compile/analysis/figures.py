@@ -53,10 +53,11 @@ def weights(chain: ChainMeasure, title: str) -> Any:
     largest = max(weight for read in reads if read is not None for weight in read.weights)
     image = heat.imshow(table, cmap=MAP, vmin=0, vmax=largest, aspect="auto", interpolation="none")
     heat.set_title("depth attention, mean over tokens", fontsize=10)
-    if len(reads) <= LABELS:
-        columns, rows = zip(*open_cells, strict=True) if open_cells else ((), ())
+    dotted = bool(open_cells) and len(reads) <= LABELS
+    if dotted:
+        columns, rows = zip(*open_cells, strict=True)
         heat.plot(columns, rows, ".", color="white", markeredgecolor="black", markersize=5, linestyle="none")
-    heat.set_xlabel("source (dot: the open block's partial sum)")
+    heat.set_xlabel("source (dot: the open block's partial sum)" if dotted else "source")
     heat.set_xticks(range(blocks + 1), ["embedding", *map(str, range(1, blocks + 1))])
     heat.get_xticklabels()[0].set_rotation(90)
     if blocks > 16:
