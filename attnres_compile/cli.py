@@ -23,7 +23,7 @@ from rich.text import Text
 from torch import nn
 
 from attnres_compile import api, cli_doctor, cli_models, cli_plots
-from attnres_compile.analysis.measure import measure
+from attnres_compile.analysis.measure import Measurement, measure
 from attnres_compile.capture.inputs import normalise
 from attnres_compile.cli_models import Loaded
 from attnres_compile.cli_tables import tables
@@ -238,13 +238,14 @@ def plot(
     """Draw what models do with their depth: PNG files and index.html. A model not yet transformed is, in memory."""
     with _reported(debug):
         options = _options(num_blocks, block_size, False, False, 1e-6, None)
-        measurements = {}
+        measurements: dict[str, Measurement] = {}
         for name in models:
             loaded = _load(name, dtype)
             saved = loaded.directory if loaded.options is not None else None
             model, _ = _transformed(loaded, options, "off", False, saved)
             with _step(f"measuring {name}"):
-                measurements[name] = measure(model, cli_plots.inputs_of(loaded, model, text))
+                label = cli_plots.label(name, measurements)
+                measurements[label] = measure(model, cli_plots.inputs_of(loaded, model, text))
         with _step(f"drawing into {output}"):
             written = cli_plots.write(kind, measurements, output)
         print("\n".join(map(str, written)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,12 @@ def inputs_of(loaded: Loaded, model: nn.Module, text: Path | None) -> dict[str, 
     if type(model).__name__.endswith("ForCausalLM") and "input_ids" in inputs:
         inputs["labels"] = inputs["input_ids"]
     return inputs
+
+
+def label(name: str, taken: Collection[str]) -> str:
+    """A model's name without the folders before it, as far as that tells it from the others."""
+    short = name.rstrip("/").rpartition("/")[2]
+    return name if short in taken else short
 
 
 def _tokens(loaded: Loaded, text: Path) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from attnres_compile.cli import main
+from attnres_compile.cli_plots import label
 from tests import cli_models_material as material
 
 GPT = f"{material.__name__}:gpt"
@@ -44,6 +45,12 @@ def test_two_models_share_the_dynamics(tmp_path: Path) -> None:
     assert names(tmp_path / "weights") == ["index.html", "weights-1.png", "weights-2.png"]
     assert plot("dynamics", f"hf:{transformed}", "--output", folder) == 0
     assert "gradients of the loss" in (folder / "index.html").read_text(encoding="utf-8")
+
+
+def test_labels_are_short_and_different() -> None:
+    assert label("hf:/models/small/", ()) == "small"
+    assert label("hf:/other/small", {"small"}) == "hf:/other/small"
+    assert label(GPT, ()) == GPT
 
 
 def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,10 +53,11 @@ def weights(chain: ChainMeasure, title: str) -> Any:
     largest = max(weight for read in reads if read is not None for weight in read.weights)
     image = heat.imshow(table, cmap=MAP, vmin=0, vmax=largest, aspect="auto", interpolation="none")
     heat.set_title("depth attention, mean over tokens", fontsize=10)
-    if len(reads) <= LABELS:
-        columns, rows = zip(*open_cells, strict=True) if open_cells else ((), ())
+    dotted = bool(open_cells) and len(reads) <= LABELS
+    if dotted:
+        columns, rows = zip(*open_cells, strict=True)
         heat.plot(columns, rows, ".", color="white", markeredgecolor="black", markersize=5, linestyle="none")
-    heat.set_xlabel("source (dot: the open block's partial sum)")
+    heat.set_xlabel("source (dot: the open block's partial sum)" if dotted else "source")
     heat.set_xticks(range(blocks + 1), ["embedding", *map(str, range(1, blocks + 1))])
     heat.get_xticklabels()[0].set_rotation(90)
     if blocks > 16:
@@ -74,12 +75,12 @@ def weights(chain: ChainMeasure, title: str) -> Any:
     entropy.plot(uniform, positions, color="#888888", linestyle="--", linewidth=1, label="uniform")
     entropy.set_xlim(left=0)
     entropy.set_xlabel("entropy (nats)")
-    entropy.legend(fontsize=7, loc="lower left", frameon=False)
+    entropy.legend(fontsize=7, loc="upper right", frameon=False)
     _line(embedding, [math.nan if r is None else r.weights[0] for r in reads], positions, 1, "")
     embedding.set_xlim(0, 1)
     embedding.set_xlabel("attention to\nthe embedding")
     for axes in (heat, entropy, embedding):
-        for end in ends[:-1]:
+        for end in ends:
             axes.axhline(end - 1.5, **{**BOUNDARY, "zorder": 2})
     figure.suptitle(title)
     return figure
@@ -111,15 +112,15 @@ def dynamics(chains: Mapping[str, ChainMeasure], title: str) -> Any:
             _line(axes, range(1, len(values) + 1), values, i, name)
         axes.set_ylabel(label)
         _logarithmic(axes)
-    deepest = max(chains.values(), key=lambda chain: len(chain.block_sizes))
+    drawn = max(chains.values(), key=lambda chain: len(_ends(chain)))
+    ends = _ends(drawn)
     for axes in panels:
-        for end in _ends(deepest)[:-1]:
+        for end in ends:
             axes.axvline(end + 0.5, **BOUNDARY)
-    prefix, names = _short([sublayer.name for sublayer in deepest.sublayers])
+    prefix, names = _short([sublayer.name for sublayer in drawn.sublayers])
     _name_axis(panels[-1].xaxis, names, first=1)
     panels[-1].tick_params(axis="x", rotation=90)
-    blocks = len(deepest.block_sizes)
-    lines = f"; grey lines: ends of the {blocks} blocks" if blocks > 1 else ""
+    lines = f"; grey lines: ends of {len(ends) + 1} blocks" if ends else ""
     panels[-1].set_xlabel(" in ".join(filter(None, ("sublayer", prefix))) + lines)
     panels[0].legend(frameon=False)
     figure.suptitle(title)
@@ -192,7 +193,8 @@ def _logarithmic(axes: Any) -> None:
 
 
 def _ends(chain: ChainMeasure) -> list[int]:
-    return list(itertools.accumulate(chain.block_sizes))
+    """Where blocks end before the last; nowhere in Full AttnRes, where every sublayer is a block."""
+    return [] if set(chain.block_sizes) == {1} else list(itertools.accumulate(chain.block_sizes))[:-1]
 
 
 def _name_axis(axis: Any, names: Sequence[str], first: int = 0) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import attnres_compile as ac
 from attnres_compile.analysis import ChainMeasure, figures, measure, mixing
-from tests.integration.models import example, transformed
+from tests.integration.models import example, pair, transformed
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,20 @@ def test_dynamics(chain: ChainMeasure) -> None:
         assert grey(axes) == [2.5, 4.5]
     assert labels(panels[-1].xaxis) == ["0.attention", "0.mlp", "1.attention", "1.mlp", "2.attention", "2.mlp"]
     assert "3 blocks" in panels[-1].get_xlabel()
+
+
+def test_full_attnres_has_no_boundaries(chain: ChainMeasure) -> None:
+    (full,) = measure(full_attnres(), example("nanogpt")).chains
+    assert not grey(figures.weights(full, "").axes[0])
+    # beside blocks theirs are drawn
+    panels = figures.dynamics({"full": full, "blocks": chain}, "").axes
+    assert grey(panels[0]) == [2.5, 4.5]
+    alone = figures.dynamics({"full": full}, "").axes
+    assert not grey(alone[0]) and alone[-1].get_xlabel() == "sublayer in transformer.blocks"
+
+
+def full_attnres() -> torch.nn.Module:
+    return ac.transform(pair("nanogpt")[0], example("nanogpt"), block_size=1, verify="off")
 
 
 def test_mixing(chain: ChainMeasure) -> None:
