@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -41,6 +42,7 @@ from attnres_compile.exporters.example_call import (
     other_sizes,
     without_names,
 )
+from attnres_compile.passes._nodes import location
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -251,13 +253,26 @@ def _translate(
             optimize=False,
         )
     except Exception as error:
-        raise ExportError(f"torch.onnx cannot translate the model: {error}") from error
+        raise ExportError(f"torch.onnx cannot translate the model: {_cause(error, program)}") from error
     assert translated is not None
     if translated.model.opset_imports[""] != opset:
         raise ExportError(f"torch.onnx cannot convert this model to opset {opset}; 23 needs no conversion")
     _simplify(translated.model)
     translated.rename_axes(axes)
     return translated
+
+
+def _cause(error: Exception, program: ExportedProgram) -> str:
+    """The first line of what went wrong first, and the line of the user's source that it is about."""
+    first, place = error, ""
+    while isinstance(first.__cause__, Exception):
+        first = first.__cause__
+        # Decomposition numbers the nodes anew: the first of a kind alone keeps its name.
+        named = re.search(r"node %(\w+)", str(first))
+        name = named[1] if named and not re.search(r"_\d+$", named[1]) else None
+        found = [node for node in program.graph.nodes if node.name == name]
+        place = f" ({location(found[0])})" if found else place
+    return f"{str(first).partition(chr(10))[0]}{place}"
 
 
 def _simplify(model: ir.Model) -> None:
