@@ -277,6 +277,7 @@ def test_export_with_weights_of_another_model(run: Run, transformed: Path, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed")
 def test_export_of_an_engine(run: Run, tmp_path: Path) -> None:
     engine = tmp_path / "model.engine"

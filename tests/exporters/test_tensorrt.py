@@ -107,7 +107,8 @@ def check_reads(result: TensorRTExport, count: int) -> None:
 
 
 @builds
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_language_model_and_its_original(precision: str, tmp_path: Path) -> None:
     model, inputs = language_model(), tokens()
     path = tmp_path / "model.engine"
@@ -124,7 +125,7 @@ def test_language_model_and_its_original(precision: str, tmp_path: Path) -> None
 
 
 @builds
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_language_model(precision: str, tmp_path: Path) -> None:
     inputs = tokens()
     result = export(transformed(language_model(), inputs), inputs, tmp_path / "model.engine", precision)
@@ -134,11 +135,11 @@ def test_language_model(precision: str, tmp_path: Path) -> None:
 
 @builds
 def test_vision_model(tmp_path: Path) -> None:
-    inputs = pixels()
-    result = export(
-        transformed(vision_model(), inputs), inputs, tmp_path / "model.engine", compute_capabilities=TARGETS
-    )
+    inputs, path, model = pixels(), tmp_path / "model.engine", vision_model()
+    original = export(copy.deepcopy(model), inputs, path)
+    result = export(transformed(model, inputs), inputs, path, compute_capabilities=TARGETS)
     check_reads(result, 8)
+    assert result.kernels <= original.kernels + len(result.reads)
     assert result.profile == {"pixel_values": ((1, 2, 8), (3, 3, 3), (32, 32, 32), (32, 32, 32))}
 
 
