@@ -6,7 +6,7 @@ import pytest
 
 from attnres_compile.cli import main
 from attnres_compile.cli_plots import label
-from tests import cli_models_material as material
+from tests.cli import material
 
 GPT = f"{material.__name__}:gpt"
 

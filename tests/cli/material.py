@@ -1,4 +1,8 @@
-"""Models that the command line's tests name as ``tests.cli_models_material:<callable>``."""
+"""Models that the command line's tests name as ``tests.cli.material:<callable>``."""
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,3 +61,29 @@ def number() -> int:
 
 def broken() -> nn.Module:
     raise RuntimeError("no such checkpoint")
+
+
+GPT, BERT = (f"{__name__}:{name}" for name in ("gpt", "bert"))
+SUBLAYERS = 4
+PARAMETERS = SUBLAYERS * WIDTH * 2
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads(self.out)
+        return report
+
+
+Run = Callable[..., Result]
+
+
+def error_of(result: Result) -> str:
+    """The message of the one error; its lines are all that is printed after the steps."""
+    assert result.err.count("error: ") == 1
+    assert "Traceback" not in result.err
+    return result.err.partition("error: ")[2].strip()
