@@ -30,8 +30,9 @@ def export_onnx_decoder(
 ) -> OnnxExport:
     """Export a decoder of ``transformers`` to one ONNX file that serves the prompt and each further token.
 
-    Inputs are ``input_ids [batch, length]``, ``attention_mask [batch, past + length]`` and the cache, ``past_key_<layer>`` and ``past_value_<layer>``, ``[batch, heads, past, features]`` each; ``past`` is 0
-    for the prompt. Outputs are ``logits [batch, length, vocabulary]``, and ``present_key_<layer>`` and
+    Inputs are ``input_ids [batch, length]``, ``attention_mask [batch, past + length]``, and the cache,
+    ``past_key_<layer>`` and ``past_value_<layer>``, ``[batch, heads, past, features]`` each; ``past`` is 0 for the
+    prompt. Outputs are ``logits [batch, length, vocabulary]``, and ``present_key_<layer>`` and
     ``present_value_<layer>``, the next call's cache. Depth attention keeps nothing between tokens: the cache is the
     original model's.
 
