@@ -30,7 +30,8 @@ def export_onnx_decoder(
 ) -> OnnxExport:
     """Export a decoder of ``transformers`` to one ONNX file that serves the prompt and each further token.
 
-    Inputs are ``input_ids [batch, length]``, ``attention_mask [batch, past + length]`` and the cache,
+    Inputs are ``input_ids [batch, length]``, ``attention_mask [batch, past + length]`` (0 for padding on the
+    left), and the cache,
     ``past_key_<layer>`` and ``past_value_<layer>``, ``[batch, heads, past, features]`` each; ``past`` is 0 for the
     prompt. Outputs are ``logits [batch, length, vocabulary]``, and ``present_key_<layer>`` and
     ``present_value_<layer>``, the next call's cache. Depth attention keeps nothing between tokens: the cache is the
@@ -92,6 +93,10 @@ class _Step(nn.Module):
         pairs = [(past[f"key_{i}"], past[f"value_{i}"]) for i in range(len(past) // 2)]
         cache = DynamicCache(pairs)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, _cache_argument(self.model): cache}
+        if "position_ids" in inspect.signature(self.model.forward).parameters:
+            # As `generate` counts them: padding on the left has no position.
+            positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+            inputs["position_ids"] = positions[:, -input_ids.shape[1] :]
         result = self.model(**inputs, use_cache=True)
         return {"logits": result.logits} | {f"present_{name}": value for name, value in _tensors(cache).items()}
 

@@ -38,6 +38,7 @@ def test_tokens_are_those_of_generate(name: str, tmp_path: Path) -> None:
     result = export_onnx_decoder(model, tmp_path / "decoder.onnx", echo=None)
     assert [output for output, _ in result.parity][:3] == ["logits", "present_key_0", "present_value_0"]
     tokens, mask = ids(3, 7), torch.ones(3, 7, dtype=torch.int64)
+    mask[1, :3] = 0
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(tokens, attention_mask=mask, eos_token_id=None, **options)
     assert torch.equal(greedy(result.path, tokens, mask), expected)
