@@ -1,6 +1,5 @@
 """The commands, in this process."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -202,35 +201,4 @@ def test_export_with_weights_of_another_model(run: Run, transformed: Path, tmp_p
     result = run("export", GPT, tmp_path / "model.onnx", "--weights", transformed)
     assert result.code == 2
     assert error_of(result).startswith(f"the weights in {transformed} do not fit {GPT}")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed")
-def test_export_of_an_engine(run: Run, tmp_path: Path) -> None:
-    engine = tmp_path / "model.engine"
-    options = ("--format", "tensorrt", "--precision", "fp16", "--compute-capabilities", "86", "--batch", "1:2:4")
-    result = run("export", GPT, engine, "--verify", "off", "--num-blocks", "2", *options)
-    assert result.code == 0
-    assert [file.name for file in tmp_path.iterdir()] == [engine.name]
-    assert "4 reads, fp16, tensorrt_rtx" in result.err
-    assert result.err.count("mixed in 1 kernel") == 4
-    assert "4 in GPTBlock" in result.out
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--batch", "1:2:4"], "--precision, --compute-capabilities, --batch and --length need --format tensorrt"),
-        (
-            ["--format", "tensorrt", "--length", "8"],
-            "the sequence axis takes smallest:usual:largest, as 1",
-        ),
-        (["--format", "tensorrt", "--compute-capabilities", "8.6"], "--compute-capabilities takes numbers, as 80,86"),
-    ],
-)
-def test_export_with_wrong_options(options: list[str], message: str, run: Run, tmp_path: Path) -> None:
-    result = run("export", GPT, tmp_path / "model", "--verify", "off", *options)
-    assert result.code == 2
-    assert error_of(result).startswith(message)
     assert list(tmp_path.iterdir()) == []
