@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ def attachments(model: nn.Module, captured: Captured, chains: list[ResidualChain
         RefusedError: a chain's source is not found among the values that cross its module's boundary.
     """
     values = _source_values(captured, [chain.source for chain in chains])
-    seen = _crossing_values(shared_copy(model), chains, inputs)
+    reading = {path: None for chain in chains for path in _readers(chain)}
+    seen, handing_on = _crossing_values(shared_copy(model), chains, reading, inputs)
     keys = {call for node in captured.module.graph.nodes for call in _nodes.calls(node)}
     calls = Counter(call.path for call in keys)
     found = []
@@ -44,16 +45,21 @@ def attachments(model: nn.Module, captured: Captured, chains: list[ResidualChain
                 f"the source of a chain ({chain.source.name}, {_nodes.location(chain.source)}) is not among the "
                 f"tensors that cross the boundary of {chain.start.module or 'the model'!r}; pass it as an argument"
             )
-        found.append(_attachment(model, chain, place, calls))
+        readers = tuple(path for path in _readers(chain) if path not in handing_on)
+        found.append(_attachment(model, chain, place, calls, readers))
     return found
 
 
-def _attachment(model: nn.Module, chain: ResidualChain, place: Place, calls: Counter[str]) -> Attachment:
+def _readers(chain: ResidualChain) -> dict[str, None]:
+    """Paths of the modules that read the chain at their entry."""
+    inner = ((node, key) for node, key in chain.boundaries.items() if key != EXIT)
+    return {next(call.path for call in _nodes.calls(node) if call.key == key): None for node, key in inner}
+
+
+def _attachment(
+    model: nn.Module, chain: ResidualChain, place: Place, calls: Counter[str], readers: tuple[str, ...]
+) -> Attachment:
     assert chain.start is not None and chain.plan is not None
-    readers: dict[str, None] = {}
-    for node, key in chain.boundaries.items():
-        if key != EXIT:
-            readers[next(call.path for call in _nodes.calls(node) if call.key == key)] = None
     # A module registered under several names is one module, whose visits are all of theirs.
     visits: dict[nn.Module, tuple[str, list[int]]] = {}
     for path, positions in chain.anchors.items():
@@ -120,7 +126,16 @@ def _fresh(captured: Captured) -> list[Any]:
     return [v.clone() if isinstance(v, Tensor) and not n.meta.get("is_parameter") else v for n, v in both]
 
 
-def _crossing_values(model: nn.Module, chains: list[ResidualChain], inputs: Inputs) -> dict[tuple[str, str], Seen]:
+def _crossing_values(
+    model: nn.Module, chains: list[ResidualChain], reading: Iterable[str], inputs: Inputs
+) -> tuple[dict[tuple[str, str], Seen], set[str]]:
+    """The tensors that cross the boundaries of starts, and which readers return a tensor that they were given.
+
+    In the graph the stream goes round such a reader; a live one would hand the mix on in its place.
+    """
+    handing_on: set[str] = set()
+    for path in reading:
+        _note_same(model.get_submodule(path), path, handing_on)
     seen: dict[tuple[str, str], Seen] = defaultdict(list)
     for chain in chains:
         assert chain.start is not None
@@ -133,7 +148,16 @@ def _crossing_values(model: nn.Module, chains: list[ResidualChain], inputs: Inpu
         torch.manual_seed(0)
         args, kwargs = inputs.fresh()
         model(*args, **kwargs)
-    return seen
+    return seen, handing_on
+
+
+def _note_same(module: nn.Module, path: str, into: set[str]) -> None:
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = {id(tensor) for _, tensor in places((args, kwargs))}
+        if any(id(tensor) in given for _, tensor in places(output)):
+            into.add(path)
+
+    module.register_forward_hook(compare, with_kwargs=True)
 
 
 def _record(module: nn.Module, side: str, into: Seen) -> None:

@@ -91,4 +91,13 @@ FOUND: dict[str, tuple[Program, dict[Route, str]]] = {
         ),
         {"live": "RefusedError: a tensor is changed in place by adding the residual stream to it"},
     ),
+    # A layer that only reads returns what it was given: live, the stream itself.
+    "a reader hands the stream on": (
+        Program(
+            body(("linear module", 0), ("call 1", 1), ("call 0", 2), ("add pair first", 3, 2, 0), returns=(3,)),  # type: ignore[arg-type]
+            (body(("relu", 0), returns=(0,)), body(*two(0), ("branch", 4), ("add", 4, 5))),
+            2,
+        ),
+        {"graph": "equal", "live": "equal"},
+    ),
 }
