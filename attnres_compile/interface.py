@@ -52,6 +52,8 @@ def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     for value in (*args, *kwargs.values()):
         if is_stream(value):
             value.current()
+    if is_stream(kwargs.get("out")):
+        raise RefusedError(f"`{name}` writes into the residual stream by `out=`{_caller()}; bind its result instead")
     if not args and "input" in kwargs:
         kwargs = dict(kwargs)
         args = tuple(kwargs.pop(key) for key in ("input", "other") if key in kwargs)

@@ -161,6 +161,12 @@ def test_refused_operations_leave_the_source(name: str) -> None:
     assert torch.equal(source, random())
 
 
+def test_writing_into_a_stream_is_refused() -> None:
+    stream = pushed(begun(), 1)
+    with pytest.raises(RefusedError, match=rf"`add` writes into the residual stream by `out=` at {re.escape(__file__)}"):
+        torch.add(stream, random(), out=stream)
+
+
 def test_in_place_activations_leave_the_source() -> None:
     source = random()
     stream = pushed(begun(value=source), 3)
