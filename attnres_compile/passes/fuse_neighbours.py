@@ -57,7 +57,7 @@ class FuseNeighbours:
 
 
 def _fuse(merge: fx.Node) -> bool:
-    o, m, l, partial, query, key_norm, eps, scale = merge.args
+    o, m, l, partial, query, key_norm, eps, scale = merge.args[:8]
     phase = _phase(o)
     if phase is None:
         return False

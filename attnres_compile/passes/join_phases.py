@@ -56,7 +56,7 @@ class JoinPhases:
 
 def _join(merge: fx.Node) -> bool:
     """Replace a merge; False where that cannot be done."""
-    o, m, l, partial, query, key_norm, eps, scale = _arguments(merge)
+    o, m, l, partial, query, key_norm, eps, scale, _ = _arguments(merge)
     phases = {_phase(value, output) for output, value in enumerate((o, m, l))}
     phase = phases.pop()
     if phases or phase is None or phase.node.args[3] != eps:
