@@ -290,8 +290,8 @@ def _report(model: str, front_end: str, subject: Subject) -> AttnResReport:
 
 
 def _options(config: AttnResConfig, chains: tuple[ChainReport, ...]) -> dict[str, Any]:
-    """The options as plain data: a predicate on chains becomes the indices that it chose."""
-    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    """What makes the model, as plain data: a predicate on chains becomes the indices that it chose."""
+    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "strict"}
     if config.chains is not None:
         options["chains"] = [chain.index for chain in chains if chain.rewritten]
     return options

@@ -103,7 +103,7 @@ class AttnResBackend:
         if not reason:
             run(GRAPH, subject)
             reasons = dict.fromkeys(f"{refusal.reason} ({refusal.where})" for refusal in subject.refusals)
-            reason = "; ".join(reasons) or "no sum of a value and a branch"
+            reason = "; ".join(reasons)
         if not any(chain.plan is not None for chain in subject.chains):
             self._no_chain(reason)
             return

@@ -163,7 +163,9 @@ def test_refused_operations_leave_the_source(name: str) -> None:
 
 def test_writing_into_a_stream_is_refused() -> None:
     stream = pushed(begun(), 1)
-    with pytest.raises(RefusedError, match=rf"`add` writes into the residual stream by `out=` at {re.escape(__file__)}"):
+    with pytest.raises(
+        RefusedError, match=rf"`add` writes into the residual stream by `out=` at {re.escape(__file__)}"
+    ):
         torch.add(stream, random(), out=stream)
 
 

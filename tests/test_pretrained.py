@@ -39,7 +39,6 @@ def test_options_are_beside_the_weights_and_only_there(tmp_path: Path) -> None:
         "key_norm": False,
         "eps": 1e-5,
         "chains": [0],
-        "strict": True,
     }
     assert not hasattr(original.config, "attnres")
     restored: Any = ac.from_pretrained(tmp_path)

@@ -173,7 +173,7 @@ class PostNorm(Net):
         return x
 
 
-PLAIN = (lambda: nn.Sequential(nn.Linear(5, WIDTH), nn.ReLU(), Branch()), "no sum of a value and a branch")
+PLAIN = (lambda: nn.Sequential(nn.Linear(5, WIDTH), nn.ReLU(), Branch()), "no residual add")
 HIDDEN = (lambda: PostNorm(2, Branch), "post-norm")
 
 

@@ -50,6 +50,10 @@ def inter_block_backward(g: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, 
     return OPS.inter_block_backward.default(*grads, [a, b], q, k, EPS)
 
 
+def accumulate(g: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, k: Tensor, w: Tensor, c: Tensor) -> Any:
+    return OPS.accumulate.default(a, b)
+
+
 def merge(g: Tensor, a: Tensor, b: Tensor, p: Tensor, q: Tensor, k: Tensor, w: Tensor, c: Tensor) -> Any:
     m, l = a.mean(-1), b.square().sum(-1)
     first = OPS.merge.default(a, m, l, None, None, None, EPS, 2.0)
@@ -80,6 +84,7 @@ def add_merge_norm_backward(
 
 
 CALLS: list[Calls] = [
+    accumulate,
     depth_attention,
     depth_attention_backward,
     inter_block,
