@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from attnres_compile.ops import cpu, triton
 
@@ -27,7 +28,7 @@ def doctor() -> None:
     """Say which kernels and optional parts work here, and why others do not."""
     table = Table("part", "works", "what was found", box=None, pad_edge=False)
     for name, works, found in findings():
-        table.add_row(name, "[green]yes[/]" if works else "[yellow]no[/]", found)
+        table.add_row(name, "[green]yes[/]" if works else "[yellow]no[/]", Text(found))
     Console().print(table)
 
 
@@ -48,7 +49,16 @@ def findings() -> list[tuple[str, bool, str]]:
             found.append((extra, False, f"{', '.join(missing)} missing: pip install 'attnres-compile[{extra}]'"))
         else:
             found.append((extra, True, ", ".join(f"{name} {number}" for name, number in versions.items())))
-    return [*found, *map(_tensorrt, LIBRARIES)]
+    return [*found, _providers(), *map(_tensorrt, LIBRARIES)]
+
+
+def _providers() -> tuple[str, bool, str]:
+    """What ONNX Runtime can run files on."""
+    try:
+        providers = import_module("onnxruntime").get_available_providers()
+    except Exception as error:
+        return "ONNX Runtime", False, f"cannot be imported ({error}): pip install 'attnres-compile[onnx]'"
+    return "ONNX Runtime", True, ", ".join(providers)
 
 
 def _tensorrt(name: str) -> tuple[str, bool, str]:

@@ -166,8 +166,12 @@ def main() -> None:
         if all(any(word in part for part in case) for word in sys.argv[1:]):
             rows.append(measure(*case))
             print(rows[-1], flush=True)
-    if sys.argv[1:]:
-        return
+            if not sys.argv[1:]:
+                write(rows)
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """The rows so far, as JSON and as a table."""
     target = Path(__file__)
     target.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
     lines = [

@@ -25,6 +25,7 @@ def test_every_part_is_listed() -> None:
         "onnx",
         "hf",
         "plot",
+        "ONNX Runtime",
         "tensorrt",
         "tensorrt_rtx",
     ]
@@ -61,8 +62,11 @@ def test_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("CPU kernels", False, "no C++ compiler") in cli_doctor.findings()
 
 
-def test_command() -> None:
+def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
     assert "CPU kernels" in result.stdout
+    assert "CPUExecutionProvider" in result.stdout
+    assert "pip install 'attnres-compile[tensorrt]'" in result.stdout
     assert torch.__version__ in result.stdout
