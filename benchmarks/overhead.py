@@ -1,9 +1,9 @@
 """What depth attention costs a whole model: transformed over original, in one run.
 
-``python benchmarks/overhead.py`` (about half an hour on two cores, most of it compilation; words choose cases by their
-name, e.g. ``eager``) writes ``overhead.json`` and ``overhead.md`` beside itself. Compiled is ``torch.compile``, of the
-transformed model with ``backend="attnres"``. The two models take turns; a figure is the median of the rounds' ratios.
-Random queries, eight blocks, fp32. Memory is that of PyTorch's CPU allocator.
+``python benchmarks/overhead.py`` (an hour on two cores, most of it compilation; words choose cases by their name, e.g.
+``eager``) writes ``overhead.json`` and ``overhead.md`` beside itself. Compiled is ``torch.compile``, of the transformed
+model with ``backend="attnres"``. The two models take turns; a figure is the median of the rounds' ratios. Random
+queries, eight blocks, fp32. Memory is that of PyTorch's CPU allocator.
 """
 
 from __future__ import annotations
@@ -99,7 +99,14 @@ def training(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
     return step
 
 
-STEPS = {"inference": inference, "training": training, "decoding": decoding}
+def checkpointed(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
+    """A training step that computes every layer anew in the backward."""
+    found: Any = model.train()
+    found.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return training(model, inputs)
+
+
+STEPS = {"inference": inference, "training": training, "checkpointed training": checkpointed, "decoding": decoding}
 
 
 def pair(build: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
@@ -146,7 +153,7 @@ def measure(model: str, step: str, mode: str) -> dict[str, Any]:
     overhead, base = ratio(steps)
     row: dict[str, Any] = {"model": model, "step": step, "mode": mode, "original ms": round(base, 1)}
     row["ratio"] = round(overhead, 3)
-    if step == "training":
+    if "training" in step:
         peaks = []
         for one in steps:
             # What a step releases of the one before would count against its peak.
