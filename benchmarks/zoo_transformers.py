@@ -60,7 +60,7 @@ One row for each architecture of transformers {version} for which a small config
 downloaded) can be made by the names of its sizes. *live* is the transformed module, compared at two shapes; *graph* the
 rewritten exported program. In brackets the adds of each chain, all of which the running model was seen to push; then
 the largest relative error of any output in fp32 with zero queries, `block_size=3`. Written by
-`python benchmarks/zoo_transformers.py`.
+`python benchmarks/zoo_transformers.py`, which goes on where it was stopped: the table has the rows of so far.
 
 | outcome | architectures |
 | --- | --- |
