@@ -1,11 +1,10 @@
 """The odd programs run as they are, on any shape, before anything is done to them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.one_thread import one_thread as one_thread
 from tests.programs import FEATURES, PROGRAMS, Program
 
 SHAPES = ((2, 10), (3, 7))
@@ -16,14 +15,6 @@ BATCHED = CHANGING | {"AutocastInside", "DividedByBatch", "KeptOnModule", "Lengt
 
 every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 every_dtype = pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def noise(batch: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:

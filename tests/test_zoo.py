@@ -1,11 +1,10 @@
 """The zoo's models do what the other tests rely on."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.one_thread import one_thread as one_thread
 from tests.zoo import CASES, LAYERS, Case
 
 SHAPES = ((2, 8), (3, 11))
@@ -16,14 +15,6 @@ OUTPUT_DTYPES = {("mamba2", torch.float64): torch.float32}
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def inputs(case: Case, batch: int, length: int, dtype: torch.dtype) -> dict[str, Tensor]:

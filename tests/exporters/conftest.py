@@ -1,14 +1,3 @@
-"""All of these tests run small models: one thread is fastest, and leaves the other cores to the other workers."""
+"""All of these tests run small models."""
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.one_thread import one_thread as one_thread

@@ -1,11 +1,8 @@
 """Plugins through NVIDIA's own `tensorrt.plugin`: what a builder is given, and the kernels' numbers."""
 
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +12,9 @@ from attnres_compile.exporters import tensorrt_plugins
 from attnres_compile.exporters.tensorrt_plugins import without_hidden
 from attnres_compile.ops import triton as kernels
 from tests.exporters import tensorrt_stand_in
+from tests.triton_process import run
 
-ROOT = Path(__file__).parents[2]
 importable = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
-
-
-def run(*command: str, **environment: str) -> str:
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTEST_"))}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=variables | environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,5 @@
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +8,8 @@ import torch
 
 from attnres_compile.ops import factored
 from attnres_compile.ops import triton as kernels
+from tests.triton_process import run
 
-ROOT = Path(__file__).parents[2]
 PARTS = ["read", "phase_one", "phase_two or norm", "not read and not phase and not norm"]
 
 FUNCTIONS = [
@@ -36,16 +33,6 @@ TARGETS = [
 ]
 
 importable = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
-
-
-def run(*command: str, **environment: str) -> str:
-    """Triton interprets or compiles, never both in one process, so that each has its own."""
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTEST_"))}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=variables | environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @importable
