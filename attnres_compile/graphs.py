@@ -55,13 +55,18 @@ def rewrite_graph(subject: Subject) -> fx.GraphModule:
     return subject.module
 
 
-def rewriting(subject: Subject) -> RewriteChains:
-    """The pass that rewrites the chains of a graph module and adds their reads to it."""
+def rewriting(subject: Subject, reads_of: Callable[[ResidualChain], DepthReads] | None = None) -> RewriteChains:
+    """The pass that rewrites the chains of a graph module and adds their reads to it.
+
+    Args:
+        subject: the module.
+        reads_of: gives a chain its reads; None for new ones.
+    """
     reads = ChainReads()
     subject.module.add_module(ATTRIBUTE, reads)
 
     def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
-        own = reads_for(chain, subject.config)
+        own = reads_for(chain, subject.config) if reads_of is None else reads_of(chain)
         reads.append(own)
         # Before the source, which may be an input itself.
         where = module.graph.inserting_before(next(iter(module.graph.nodes)))
