@@ -18,6 +18,7 @@ from torch._inductor.decomposition import select_decomp_table
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes.accumulate_gradients import AccumulateGradients
 from attnres_compile.passes.base import Pass, Subject, run
+from attnres_compile.passes.join_products import JoinProducts
 from attnres_compile.passes.keep_states import KeepStates
 from attnres_compile.passes.lower_factored import LowerFactored
 from attnres_compile.passes.sink_gradients import SinkGradients
@@ -61,8 +62,8 @@ def compile_module(
     slots: dict[str, tuple[Pass, ...]] = {
         # Before the partitioner, which goes by the tags.
         JOINT: (KeepStates(),),
-        # The lowering first, which may add sums of its own.
-        POST_GRAD: (lowering, AccumulateGradients(), SinkGradients()),
+        # The lowering first, which makes the products and may add sums of its own.
+        POST_GRAD: (lowering, JoinProducts(), AccumulateGradients(), SinkGradients()),
     }
     for slot, pipeline in slots.items():
         patches[slot] = InInductor(pipeline, patches.get(slot, getattr(inductor_config, slot)))
