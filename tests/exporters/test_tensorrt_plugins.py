@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnres_compile.errors import ExportError, MissingDependencyError
+from attnres_compile.errors import ExportError, MissingDependencyError, OptionError
 from attnres_compile.exporters import tensorrt_plugins
 from attnres_compile.exporters.tensorrt_plugins import without_hidden
 from attnres_compile.ops import triton as kernels
@@ -28,9 +28,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.skipif(not tensorrt_stand_in.found(), reason="tensorrt-cu13-bindings is not installed")
 def test_ahead_of_time(built: list[dict[str, Any]]) -> None:
     names, *plugins = built
-    assert names["first"] == ["Merge", "DepthAttentionN2", "InterBlockN2S6", "DepthAttentionN9", "InterBlockN9S6"]
+    norms = [f"{add}Merge{norm}" for norm in ("RMSNorm", "LayerNorm") for add in ("", "Add")]
+    first = ["DepthAttentionN2", "InterBlockN2S6", "Merge", *norms, "DepthAttentionN9", "InterBlockN9S6"]
+    assert names["first"] == first
     assert names["then"] == ["DepthAttentionN33", "InterBlockN33S6"]
-    assert len(plugins) == 9
+    assert len(plugins) == 21
     for plugin in plugins:
         print(plugin)
         # Inputs, then one integer, then outputs.
@@ -59,7 +61,11 @@ def test_shapes_types_and_grids(built: list[dict[str, Any]]) -> None:
     assert found["InterBlockN9S6"]["types"] == ["FLOAT"] * 12
     assert found["InterBlockN9S6"]["sizes"] == [["7?", "7?", 1024]] * 6 + [["7?", "7?"]] * 6
     assert found["InterBlockN9S6"]["grid"] == 49 * 2
-    assert found["Merge"]["types"] == ["HALF"]
+    assert found["Merge"]["types"] == found["MergeRMSNorm"]["types"] == ["HALF"]
+    assert found["AddMergeLayerNorm"]["types"] == ["HALF"] * 2
+    assert found["AddMergeLayerNorm"]["sizes"] == [["7?", "7?", 1024]] * 2
+    # The kernel's last argument is the last result.
+    assert found["AddMergeLayerNorm"]["entry"] == "add_merge_norm"
     # A narrow row shares its program with others.
     narrow = next(plugin for plugin in built[1:] if plugin["plugin"] == "DepthAttentionN2")
     assert (narrow["grid"], narrow["threads"]) == (7, 32)
@@ -101,3 +107,11 @@ def test_missing_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(MissingDependencyError, match=r"tensorrt.plugin, .*pip install 'attnres-compile\[tensorrt\]'"):
         tensorrt_plugins.register_plugins()
+
+
+@importable
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt_plugins, "_tensorrt_plugin", lambda: None)
+    for name in ("DepthAttentionN0", "InterBlockN3", "MergeNorm", "Relu"):
+        with pytest.raises(OptionError, match=f"no plugin is called '{name}'; there are DepthAttentionN<n>"):
+            tensorrt_plugins.register_plugins([name])
