@@ -32,9 +32,11 @@ from attnres_compile.exporters.example_call import (
 from attnres_compile.exporters.onnx import capture, export_onnx, quiet, staging_folder
 from attnres_compile.exporters.tensorrt_build import Kernel, Range
 from attnres_compile.exporters.tensorrt_plugins import register_plugins
-from attnres_compile.passes.base import Subject, run
+from attnres_compile.passes.base import Pass, Subject, run
+from attnres_compile.passes.fuse_neighbours import FuseNeighbours
 from attnres_compile.passes.join_phases import JoinPhases
 from attnres_compile.passes.remove_dead import RemoveDead
+from attnres_compile.passes.schedule_two_phase import ScheduleTwoPhase
 
 if TYPE_CHECKING:
     from attnres_compile.exporters.tensorrt_form import Read
@@ -42,6 +44,10 @@ if TYPE_CHECKING:
 PRECISIONS: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Largest difference between ONNX Runtime and PyTorch, relative to the largest value; it has no kernels for bf16.
 TOLERANCES: Final = {"fp32": 1e-4, "fp16": 2e-2}
+
+# TensorRT fuses plain reads best; a plugin is one kernel for a merge, the add before and the norm after.
+PASSES: Final[tuple[Pass, ...]] = (JoinPhases(), RemoveDead())
+PASSES_FOR_PLUGINS: Final[tuple[Pass, ...]] = (ScheduleTwoPhase(), FuseNeighbours(), RemoveDead())
 
 
 @dataclass(frozen=True)
@@ -154,13 +160,13 @@ def export_tensorrt(
         with evaluated(call.module):
             expected = call.outputs()
             program, _ = capture(call.module, call, _shapes(call, ranges))
-        run((JoinPhases(), RemoveDead()), Subject(program.graph_module, AttnResConfig()))
-        export_onnx(program, None, folder / "plain.onnx", opset_version=opset_version, atol=None, echo=None)
+        run(PASSES_FOR_PLUGINS if plugins else PASSES, Subject(program.graph_module, AttnResConfig()))
+        exported = export_onnx(program, None, folder / "plain.onnx", opset_version=opset_version, atol=None, echo=None)
         from attnres_compile.exporters.tensorrt_form import set_form
 
         form = set_form(folder / "plain.onnx", folder / "model.onnx")
         if plugins:
-            register_plugins({len(read.sources) for read in form.reads}, ())
+            register_plugins(exported.nodes)
         parity = _compare(folder / "model.onnx", call, expected, precision)
         profile = _profile(form.inputs, ranges)
         engine = tensorrt_build.build(trt, folder / "model.onnx", profile, targets, form.places)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import onnx_ir as ir
 from onnx import AttributeProto, FunctionProto, TensorProto, helper
 
-from attnres_compile.exporters.onnx_functions import DEPTH_ATTENTION, DOMAIN
+from attnres_compile.exporters.onnx_functions import DEPTH_ATTENTION, DOMAIN, INTER_BLOCK
 from attnres_compile.passes._nodes import line_of
 
 # The names of the nodes that weigh and sum the sources, by which a kernel is known as the one that mixes.
@@ -59,8 +59,8 @@ def set_form(path: str | PathLike[str], target: str | PathLike[str]) -> Form:
         target: where to write; weights beyond 1.5 GB lie beside it.
     """
     model = ir.load(path)
-    nodes = [node for node in model.graph.all_nodes() if node.domain == DOMAIN and _sources(node.op_type)]
-    for name in {node.op_type for node in nodes}:
+    nodes = [node for node in model.graph.all_nodes() if node.domain == DOMAIN and not _is_phase_one(node)]
+    for name in {node.op_type for node in nodes if _sources(node.op_type)}:
         function = ir.serde.deserialize_function(function_proto(_sources(name), model.opset_imports[""]))
         model.functions[function.identifier()] = function
     values = [value.const_value for value in model.graph.initializers.values()]
@@ -68,10 +68,23 @@ def set_form(path: str | PathLike[str], target: str | PathLike[str]) -> Form:
     ir.save(model, target, external_data=f"{Path(target).name}.data" if beside else None)
     traces = {str(node.name): node.metadata_props.get(_TRACE, "") for node in model.graph.all_nodes()}
     return Form(
-        tuple(Read(str(node.name), node.op_type, tuple(map(_maker, node.inputs[2:]))) for node in nodes),
+        tuple(Read(str(node.name), node.op_type, tuple(map(_maker, _mixed(node)))) for node in nodes),
         {name: line for name, trace in traces.items() if (line := line_of(trace))},
         {str(value.name): tuple(_size(size) for size in value.shape or ()) for value in model.graph.inputs},
     )
+
+
+def _is_phase_one(node: ir.Node | None) -> bool:
+    return node is not None and node.domain == DOMAIN and node.op_type.startswith(INTER_BLOCK)
+
+
+def _mixed(node: ir.Node) -> list[ir.Value | None]:
+    """What a read mixes: the sources of a plain one, or the finished blocks and the partial sum of a merge."""
+    if _sources(node.op_type):
+        return list(node.inputs[2:])
+    phase = node.inputs[0] and node.inputs[0].producer()
+    blocks = list(phase.inputs[2:]) if phase is not None and _is_phase_one(phase) else []
+    return [*blocks, node.outputs[0] if node.op_type.startswith("Add") else node.inputs[2]]
 
 
 def _maker(value: ir.Value | None) -> str | None:

@@ -97,7 +97,7 @@ def merge(
 
 @triton.jit
 def add_merge_norm(
-    partial, branch, o_in, z_in, query, key_norm, weight, bias, rows, total, out,
+    o_in, z_in, partial, branch, query, key_norm, weight, bias, rows, total, out,
     EPS: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, CENTRED: tl.constexpr,
     D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip

@@ -238,19 +238,19 @@ def _merge(trtp: Any) -> _Plugin:
 
 def _merge_norm(trtp: Any, name: str) -> _Plugin:
     add = name.startswith("Add")
-    names = ("partial", *(("branch",) if add else ()), "o", "z", "query", "key_norm", "weight", "bias")
+    names = ("o", "z", "partial", *(("branch",) if add else ()), "query", "key_norm", "weight", "bias")
 
     def implement(inputs: tuple[Any, ...], values: Mapping[str, float]) -> tuple[Ptx, Any, Any]:
         given = dict(zip(names, map(_pointer, inputs), strict=True))
-        partial, rows = given["partial"], _rows(trtp, inputs[0])
+        partial, rows = given["partial"], _rows(trtp, inputs[2])
         types = {{"o": "o_in", "z": "z_in"}.get(key, key): kind for key, kind in given.items()}
         types |= {"rows": "i32", "out": partial} | ({"total": partial} if add else {})
         constants = {"EPS": values["eps"], "NORM_EPS": values["norm_eps"], "SCALE": values["scale"]}
         constants |= {"CENTRED": "Layer" in name} | ({} if add else {"branch": None, "total": None})
-        ptx, tile = _tiled("add_merge_norm", types, constants, _features(inputs[0]))
+        ptx, tile = _tiled("add_merge_norm", types, constants, _features(inputs[2]))
         return ptx, trtp.cdiv(rows, tile), rows
 
-    def describe(partial: Any, *_: Any) -> Any:
+    def describe(o: Any, z: Any, partial: Any, *_: Any) -> Any:
         return (partial.like(), partial.like()) if add else partial.like()
 
     return _Plugin(name, names, ("eps", "norm_eps", "scale"), 2 if add else 1, describe, implement)

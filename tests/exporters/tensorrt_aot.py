@@ -33,7 +33,7 @@ def cases() -> list[tuple[str, Inputs, dict[str, float]]]:
         for norm in ("RMSNorm", "LayerNorm"):
             for add in ("", "Add"):
                 rows: Inputs = [(tokens, kind)] * (2 if add else 1)
-                inputs = [*rows, *o, *vectors, ((d,), "FLOAT"), ((d,), kind)]
+                inputs = [*o, *rows, *vectors, ((d,), "FLOAT"), ((d,), kind)]
                 found.append((f"{add}Merge{norm}", inputs, eps | {"norm_eps": 1e-5} | scale))
     return found
 

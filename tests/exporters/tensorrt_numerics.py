@@ -85,7 +85,7 @@ def test_add_merge_norm(d: int, dtype: torch.dtype, centred: bool, add: bool) ->
     total, out = torch.empty(TOKENS, d, dtype=dtype), torch.empty(TOKENS, d, dtype=dtype)
     size = tile(d)
     kernels.add_merge_norm[(size.count(TOKENS),)](
-        *(partial, branch if add else None, o, z, query, key_norm, weight, bias, TOKENS, total if add else None, out),
+        *(o, z, partial, branch if add else None, query, key_norm, weight, bias, TOKENS, total if add else None, out),
         **{"EPS": EPS, "NORM_EPS": 1e-4, "SCALE": 3.0, "CENTRED": centred},
         **{"D": d, "COLUMNS": size.columns, "ROWS": size.rows},
     )
