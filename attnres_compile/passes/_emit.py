@@ -37,15 +37,13 @@ def stamp(node: fx.Node, name: str, like: fx.Node | None) -> None:
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
-    """Let ``new`` take the place of ``old``, which has the same shape and dtype, and its name.
-
-    The signature of an exported program may name it as an output.
-    """
+    """Let ``new`` take the place of ``old``, which has the same shape and dtype."""
     before, after = old.meta["val"], new.meta["val"]
     assert before.shape == after.shape and before.dtype == after.dtype, (old, before, new, after)
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
-    new.name = old.name
+    if any(user.op == "output" for user in new.users):
+        new.name = old.name  # the signature of an exported program names its outputs
 
 
 def method(name: str) -> Callable[..., Any]:
