@@ -132,8 +132,8 @@ def export_tensorrt(
             bounds, whose usual size is the example's. None: all axes are static.
         output: picks what is exported from the model's result.
         runtime: ``tensorrt``, ``tensorrt_rtx``, or None for the first of them that can be imported and do it.
-        plugins: let the reads be plugins (``register_plugins``), whose kernels the engine carries with it; needs
-            ``tensorrt``.
+        plugins: let the reads be plugins (``register_plugins``), whose kernels the engine carries with it: two phases,
+            and one kernel for a read, the add before it and the norm after it. Needs ``tensorrt``.
         opset_version: version of ONNX's standard operator set, 20 to 25.
         echo: takes lines on progress; None for silence.
 

@@ -74,16 +74,16 @@ def set_form(path: str | PathLike[str], target: str | PathLike[str]) -> Form:
     )
 
 
-def _is_phase_one(node: ir.Node | None) -> bool:
-    return node is not None and node.domain == DOMAIN and node.op_type.startswith(INTER_BLOCK)
+def _is_phase_one(node: Any) -> bool:
+    return isinstance(node, ir.Node) and node.domain == DOMAIN and node.op_type.startswith(INTER_BLOCK)
 
 
 def _mixed(node: ir.Node) -> list[ir.Value | None]:
     """What a read mixes: the sources of a plain one, or the finished blocks and the partial sum of a merge."""
     if _sources(node.op_type):
         return list(node.inputs[2:])
-    phase = node.inputs[0] and node.inputs[0].producer()
-    blocks = list(phase.inputs[2:]) if phase is not None and _is_phase_one(phase) else []
+    phase: Any = node.inputs[0] and node.inputs[0].producer()
+    blocks = list(phase.inputs[2:]) if _is_phase_one(phase) else []
     return [*blocks, node.outputs[0] if node.op_type.startswith("Add") else node.inputs[2]]
 
 

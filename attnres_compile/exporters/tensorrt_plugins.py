@@ -241,11 +241,10 @@ def _merge_norm(trtp: Any, name: str) -> _Plugin:
     names = ("o", "z", "partial", *(("branch",) if add else ()), "query", "key_norm", "weight", "bias")
 
     def implement(inputs: tuple[Any, ...], values: Mapping[str, float]) -> tuple[Ptx, Any, Any]:
-        given = dict(zip(names, map(_pointer, inputs), strict=True))
-        partial, rows = given["partial"], _rows(trtp, inputs[2])
-        types = {{"o": "o_in", "z": "z_in"}.get(key, key): kind for key, kind in given.items()}
+        partial, rows = _pointer(inputs[2]), _rows(trtp, inputs[2])
+        types = dict(zip(("o_in", "z_in", *names[2:]), map(_pointer, inputs), strict=True))
         types |= {"rows": "i32", "out": partial} | ({"total": partial} if add else {})
-        constants = {"EPS": values["eps"], "NORM_EPS": values["norm_eps"], "SCALE": values["scale"]}
+        constants: dict[str, Any] = {"EPS": values["eps"], "NORM_EPS": values["norm_eps"], "SCALE": values["scale"]}
         constants |= {"CENTRED": "Layer" in name} | ({} if add else {"branch": None, "total": None})
         ptx, tile = _tiled("add_merge_norm", types, constants, _features(inputs[2]))
         return ptx, trtp.cdiv(rows, tile), rows
