@@ -17,11 +17,10 @@ from attnres_compile.attach import ATTRIBUTE
 from attnres_compile.chains import ResidualChain
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import InputError, RefusedError
-from attnres_compile.graphs import parameter_nodes, reads_for
+from attnres_compile.graphs import reads_for, rewriting
 from attnres_compile.ops._library import IMPLEMENTATIONS
 from attnres_compile.passes.base import Subject, run
 from attnres_compile.passes.pipelines import GRAPH, OPTIMIZE
-from attnres_compile.passes.rewrite_chains import Parameters, RewriteChains
 from attnres_compile.reads import ChainReads, DepthReads
 
 Inner = str | Callable[..., Any]
@@ -107,24 +106,20 @@ class AttnResBackend:
         if not any(chain.plan is not None for chain in subject.chains):
             self._no_chain(reason)
             return
-        module.add_module(ATTRIBUTE, ChainReads())
         given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False))
         sources = {node.name: node._dynamo_source for node in given}
         seen: Counter[fx.Node | None] = Counter()
 
-        def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
+        def reads_of(chain: ResidualChain) -> DepthReads:
             owner = _owner(chain, given)
             reads = self._reads_of(chain, seen[owner], None if owner is None else given[owner])
             seen[owner] += 1
             if owner is not None:
                 # Parameters are inputs to Dynamo: without this, one graph would serve every model of a class.
                 install_guard(sources[owner.name].make_guard(GuardBuilder.ID_MATCH))
-            module.get_submodule(ATTRIBUTE).append(reads)  # type: ignore[operator]
-            # Before the source, which may be an input itself.
-            where = module.graph.inserting_before(next(iter(module.graph.nodes)))
-            return parameter_nodes(reads, chain, lambda name: module.graph.get_attr(name), where)
+            return reads
 
-        run((RewriteChains(parameters),), subject)
+        run((rewriting(subject, reads_of),), subject)
         first = next(iter(module.graph.nodes))
         for node in module.graph.find_nodes(op="placeholder"):
             first.prepend(node)

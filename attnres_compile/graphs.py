@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from attnres_compile.attach import ATTRIBUTE
-from attnres_compile.capture.copies import shared_copy
+from attnres_compile.capture.copies import program_with, shared_copy
 from attnres_compile.capture.inputs import Inputs
 from attnres_compile.capture.trace import Captured, from_graph, from_program
 from attnres_compile.chains import ResidualChain
@@ -55,13 +55,18 @@ def rewrite_graph(subject: Subject) -> fx.GraphModule:
     return subject.module
 
 
-def rewriting(subject: Subject) -> RewriteChains:
-    """The pass that rewrites the chains of a graph module and adds their reads to it."""
+def rewriting(subject: Subject, reads_of: Callable[[ResidualChain], DepthReads] | None = None) -> RewriteChains:
+    """The pass that rewrites the chains of a graph module and adds their reads to it.
+
+    Args:
+        subject: the module.
+        reads_of: gives a chain its reads; None for new ones.
+    """
     reads = ChainReads()
     subject.module.add_module(ATTRIBUTE, reads)
 
     def parameters(module: fx.GraphModule, chain: ResidualChain) -> Parameters:
-        own = reads_for(chain, subject.config)
+        own = reads_for(chain, subject.config) if reads_of is None else reads_of(chain)
         reads.append(own)
         # Before the source, which may be an input itself.
         where = module.graph.inserting_before(next(iter(module.graph.nodes)))
@@ -109,17 +114,7 @@ def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:
     for spec, node in zip(signature.output_specs, outputs, strict=True):  # type: ignore[arg-type]
         if isinstance(spec.arg, TensorArgument) and isinstance(node, fx.Node):
             spec.arg.name = node.name
-    return ExportedProgram(
-        root=subject.module,
-        graph=graph,
-        graph_signature=signature,
-        state_dict={**program.state_dict, **{name: value for name, (_, value) in added.items()}},
-        range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
-        example_inputs=program.example_inputs,
-        constants=program.constants,
-        verifiers=program.verifiers,
-    )
+    return program_with(program, subject.module, signature, {name: value for name, (_, value) in added.items()})
 
 
 def reads_for(chain: ResidualChain, config: AttnResConfig) -> DepthReads:

@@ -2,7 +2,8 @@
 
 ``python benchmarks/onnxruntime.py`` (some minutes, most of it export; a word chooses a model by its name, e.g.
 ``SmolLM2``) writes ``onnxruntime.json`` and ``onnxruntime.md`` beside itself. Each model is exported as it is and, with
-random queries, transformed, with every form of the functions' bodies. fp32, 256 tokens, eight blocks, two phases.
+random queries, transformed, in both schedules and with every form of the functions' bodies. fp32, 256 tokens, eight
+blocks.
 
 The sessions take turns in random order and share one pool of threads: idle threads of a pool that spin would slow
 down the others. Each turn runs twice, and the second run counts, so that no session finds another's weights in the
@@ -35,6 +36,7 @@ from attnres_compile.exporters.onnx_functions import FORMS, function_proto
 from benchmarks.overhead import MODELS, pair
 
 LENGTH, ROUNDS, THREADS = 256, 15, 2
+SCHEDULES: dict[str, Any] = {"two phases": "onnxruntime", "one phase": "tensorrt"}
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
@@ -45,18 +47,22 @@ def session(path: Path) -> Any:
 
 
 def files(name: str, folder: Path) -> dict[str, Path]:
-    """The original, and the transformed model in every form, by name."""
+    """The original, and the transformed model in every schedule and form, by name."""
     original, transformed, inputs = pair(MODELS[name])
     ids = {"input_ids": inputs["input_ids"][:, :LENGTH]}
-    paths = {kind: folder / f"{kind}.onnx" for kind in ("original", *FORMS)}
+    paths = {"original": folder / "original.onnx"}
     ac.export_onnx(original, ids, paths["original"], atol=1e-3)
-    ac.export_onnx(transformed, ids, paths[FORMS[0]], body=FORMS[0], atol=1e-3)
-    proto = onnx.load(paths[FORMS[0]])
-    names = [function.name for function in proto.functions]
-    for form in FORMS[1:]:
-        del proto.functions[:]
-        proto.functions.extend(function_proto(kind, 23, form) for kind in names)
-        onnx.save(proto, paths[form])
+    for schedule, target in SCHEDULES.items():
+        first, *others = (f"{schedule}, {form}" for form in FORMS)
+        paths[first] = folder / f"{first}.onnx"
+        ac.export_onnx(transformed, ids, paths[first], target=target, body=FORMS[0], atol=1e-3)
+        proto = onnx.load(paths[first])
+        names = [function.name for function in proto.functions]
+        for other, form in zip(others, FORMS[1:], strict=True):
+            del proto.functions[:]
+            proto.functions.extend(function_proto(kind, 23, form) for kind in names)
+            paths[other] = folder / f"{other}.onnx"
+            onnx.save(proto, paths[other])
     return paths
 
 
@@ -79,7 +85,7 @@ def measure(name: str, paths: dict[str, Path]) -> list[dict[str, Any]]:
     for i, form in enumerate(list(paths)[1:], 1):
         ratio = statistics.median(times[i] / times[0] for times in rounds)
         apart = (results[i] - results[1]).abs().max() / results[1].abs().max()
-        rows.append({"model": name, "body": form, "original ms": base, "ratio": round(ratio, 3)})
+        rows.append({"model": name, "form": form, "original ms": base, "ratio": round(ratio, 3)})
         rows[-1]["error"] = f"{float(apart):.0e}"
     return rows
 
@@ -94,7 +100,7 @@ def main() -> None:
         if all(word in name for word in sys.argv[1:]):
             with TemporaryDirectory() as folder:
                 rows += measure(name, files(name, Path(folder)))
-            for row in rows[-len(FORMS) :]:
+            for row in rows[-len(SCHEDULES) * len(FORMS) :]:
                 print(row, flush=True)
     if sys.argv[1:]:
         return
@@ -104,9 +110,9 @@ def main() -> None:
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    head = "| model | body | original, ms | time, ratio | logits, apart from the first form's |"
+    head = "| model | schedule, body | original, ms | time, ratio | logits, apart from the first form's |"
     lines = [head, "| --- | --- | --- | --- | --- |"]
-    lines += [f"| {r['model']} | {r['body']} | {r['original ms']} | {r['ratio']} | {r['error']} |" for r in rows]
+    lines += [f"| {r['model']} | {r['form']} | {r['original ms']} | {r['ratio']} | {r['error']} |" for r in rows]
     path.write_text("\n".join(lines) + "\n")
 
 

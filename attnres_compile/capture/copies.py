@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
 
 from attnres_compile.errors import RefusedError
 
@@ -24,3 +27,30 @@ def shared_copy(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); analysis and verification run "
             "on a copy, so make the attribute at fault deep-copyable (a tensor with a graph: detach it)"
         ) from error
+
+
+def program_with(
+    program: ExportedProgram,
+    module: fx.GraphModule,
+    signature: ExportGraphSignature | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> ExportedProgram:
+    """An exported program with another graph; the weights are shared.
+
+    Args:
+        program: it is left as it is.
+        module: the graph.
+        signature: the graph's own; None for the program's.
+        state: what the graph needs beside the program's parameters and buffers.
+    """
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=signature or copy.deepcopy(program.graph_signature),
+        state_dict={**program.state_dict, **(state or {})},
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )

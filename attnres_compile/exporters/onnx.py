@@ -6,14 +6,12 @@ ONNX Runtime inlines the functions. TensorRT takes a plugin of the node's name, 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
 import os
 import re
-import signal
-import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,13 +20,14 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
+from attnres_compile.capture.copies import program_with
+from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import ExportError, MissingDependencyError, OptionError
 from attnres_compile.exporters.example_call import (
     ExampleCall,
@@ -42,16 +41,20 @@ from attnres_compile.exporters.example_call import (
     other_sizes,
     without_names,
 )
+from attnres_compile.exporters.staging import publish, staging_folder
 from attnres_compile.passes._nodes import location
+from attnres_compile.passes.base import Subject, run
+from attnres_compile.passes.join_phases import JoinPhases
+from attnres_compile.passes.remove_dead import RemoveDead
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 Target = Literal["onnxruntime", "tensorrt"]
-Body = Literal["unrolled", "stacked", "matmul"]
+Body = Literal["unrolled", "tied", "stacked", "matmul"]
 
 # As measured: fewest passes over memory, and one kernel a read.
-BODIES: Final[dict[Target, Body]] = {"onnxruntime": "matmul", "tensorrt": "unrolled"}
+BODIES: Final[dict[Target, Body]] = {"onnxruntime": "matmul", "tensorrt": "tied"}
 
 # torch's exporter writes invalid models above, and its converter reaches no lower.
 OPSETS: Final = range(20, 26)
@@ -109,9 +112,10 @@ def export_onnx(
         atol: largest absolute difference that is allowed between ONNX Runtime and PyTorch; None does not compare.
         output: picks what is exported from the model's result, e.g. ``operator.attrgetter("logits")``; None exports all
             its tensors.
-        target: the runtime whose measurements choose ``body``; every runtime takes every form.
-        body: form of the functions behind the nodes: ``unrolled`` source by source (TensorRT makes one kernel of it),
-            ``matmul`` (fastest in ONNX Runtime) or ``stacked`` (the equations as written); None: the target's.
+        target: the runtime whose measurements choose the schedule and ``body``; every runtime takes every form. Reads
+            are in two phases for ``onnxruntime``, and in one for ``tensorrt``, whose compiler then does better.
+        body: form of the functions behind the nodes: ``matmul`` (fastest in ONNX Runtime), ``tied`` (one kernel a read
+            in TensorRT), ``unrolled`` (source by source) or ``stacked`` (the equations as written); None: the target's.
         echo: takes a line for each output's comparison, and one for the file; None for silence.
 
     Returns:
@@ -134,6 +138,8 @@ def export_onnx(
         with evaluated(call.module):
             expected = call.outputs()
             program, names = capture(model, call, dynamic_shapes)
+            if target == "tensorrt":
+                program = _in_one_phase(program)
             runs = [] if atol is None else _runs(program, call, expected)
             translated = _translate(program, names, [name for name, _ in expected], opset_version)
             nodes = _add_functions(translated, body or BODIES[target])
@@ -143,7 +149,7 @@ def export_onnx(
                 atol = None
                 say("– parity not run: ONNX Runtime has no bfloat16 MatMul on the CPU; the checker accepts the file")
             parity = () if atol is None else _compare(folder / destination.name, runs, atol, say)
-        _publish(folder, destination)
+        publish(folder, destination)
     listing = ", ".join(f"{name} ×{count}" for name, count in nodes.items()) or "no custom nodes"
     say(f"✓ {destination}: {listing}")
     return OnnxExport(destination, nodes, tuple(nodes), parity, atol)
@@ -170,32 +176,6 @@ def _check_options(
         raise OptionError(f"opset_version is {OPSETS[0]} to {OPSETS[-1]}, got {opset}")
     if isinstance(model, ExportedProgram) and shapes is not None:
         raise OptionError("the dynamic shapes of an ExportedProgram are fixed; give them to torch.export.export")
-
-
-@contextmanager
-def staging_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the target, on its file system: made before the long work, since the path may not be writable."""
-    if target.is_dir():
-        raise ExportError(f"cannot write {target}: it is a folder")
-    try:
-        folder = TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
-    except OSError as error:
-        raise ExportError(f"cannot write {target}: {error.strerror or error} ({target.parent})") from error
-    with folder as name, _interruptible():
-        yield Path(name)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM end the process through its ``finally`` clauses, unless somebody handles it already."""
-    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if mine:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        if mine:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -231,6 +211,12 @@ def capture(
             "If an axis cannot be dynamic, leave it out of dynamic_shapes."
         ) from error
     return program, axis_names(program, shapes)
+
+
+def _in_one_phase(program: ExportedProgram) -> ExportedProgram:
+    module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph_module.graph))
+    run((JoinPhases(), RemoveDead()), Subject(module, AttnResConfig()))
+    return program_with(program, module)
 
 
 def _translate(
@@ -382,9 +368,3 @@ def _compare(
     if wrong:
         raise ExportError(f"the exported model differs from PyTorch by more than atol={atol:g} in {', '.join(wrong)}")
     return tuple(differences.items())
-
-
-def _publish(folder: Path, target: Path) -> None:
-    """Move everything into place, the model last: it must never point to weights that are not there yet."""
-    for file in sorted(folder.iterdir(), key=lambda file: file.name == target.name):
-        os.replace(file, target.parent / file.name)

@@ -43,7 +43,7 @@ def export_onnx_decoder(
         path: the file; an existing one is replaced.
         opset_version: as for ``export_onnx``, as are all the other options.
         atol: largest absolute difference between ONNX Runtime and PyTorch; None does not compare.
-        target: the runtime whose measurements choose ``body``.
+        target: the runtime whose measurements choose the schedule and ``body``.
         body: form of the functions behind the nodes.
         echo: takes lines on progress; None for silence.
 

@@ -7,10 +7,13 @@ Importing this module needs ``onnx``. Two rules hold for every body, since runti
 - Formals and internals carry a prefix of their own: a formal named like a tensor of the calling graph would be bound
   to that tensor by TensorRT's parser.
 
-A body has one of three forms, which differ in what a runtime makes of them (docs/onnx.md has the figures):
+A body has one of four forms, which differ in what a runtime makes of them (docs/onnx.md has the figures):
 
 - ``unrolled``: Max, Exp and Sum over separate sources, without Concat or a stacked tensor: a compiler fuses a whole
   read into one kernel.
+- ``tied``: the same, and what is mixed is multiplied by 1, made of the read's own weights. A compiler knows neither its
+  value nor a way to have it earlier. Without it, TensorRT keeps the cast of a source to fp32, common to all reads, in
+  memory in place of the source, and every read's kernel falls apart at it.
 - ``matmul``: all logits of a block by one MatMul over the stacked sources, and all weighted sums by another; the
   partial sum's logit by RMSNormalization. Fewest passes over memory for a runtime that runs node by node.
 - ``stacked``: the equations as they are written, over a stack of the sources.
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from onnx import AttributeProto, FunctionProto, TensorProto, helper
 
@@ -30,9 +33,11 @@ PLUGIN_VERSION: Final = "1"
 DEPTH_ATTENTION: Final = "DepthAttentionN"
 INTER_BLOCK: Final = "InterBlockN"
 MERGE: Final = "Merge"
+# In the names of the unrolled nodes that weigh and sum the sources, by which a kernel is known as the one that mixes.
+MIX: Final = "mix"
 
-Form = Literal["unrolled", "stacked", "matmul"]
-FORMS: Final[tuple[Form, ...]] = ("unrolled", "stacked", "matmul")
+Form = Literal["unrolled", "tied", "stacked", "matmul"]
+FORMS: Final[tuple[Form, ...]] = get_args(Form)
 
 _DEFAULTS: Final = {"eps": 1e-6, "norm_eps": 1e-6, "scale": 1.0}
 _NORMS: Final = {"rms": "RMSNorm", "layer": "LayerNorm"}
@@ -110,11 +115,15 @@ class _Body:
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         return self.ops(1, kind, *inputs, **attributes)[0]
 
-    def ops(self, count: int, kind: str, *inputs: str, **attributes: Any) -> list[str]:
+    def mix(self, kind: str, *inputs: str) -> str:
+        """A node that weighs or sums sources."""
+        return self.op(kind, *inputs, part=MIX)
+
+    def ops(self, count: int, kind: str, *inputs: str, part: str = "", **attributes: Any) -> list[str]:
         """A node with several outputs."""
-        first = self.prefixed(f"{kind.lower()}_{len(self.nodes)}")
+        first = self.prefixed(f"{part or kind.lower()}_{len(self.nodes)}")
         outputs = [first, *(f"{first}_{i}" for i in range(1, count))]
-        self.nodes.append(helper.make_node(kind, list(inputs), outputs, **attributes))
+        self.nodes.append(helper.make_node(kind, list(inputs), outputs, first, **attributes))
         return outputs
 
     def attribute(self, name: str) -> str:
@@ -178,20 +187,20 @@ class _Body:
 
 def _depth_attention(body: _Body, n: int) -> FunctionProto:
     query, key_norm, *sources = body.inputs("query", "key_norm", *(f"v{i}" for i in range(n)))
-    key, xs = body.key(query, key_norm), [body.float(source) for source in sources]
+    key = body.key(query, key_norm)
     if n == 2 and body.form == "matmul":
-        h = body.gated(xs[0], body.logit(xs[0], key), xs[1], key)
+        x, last = map(body.float, sources)
+        h = body.gated(x, body.logit(x, key), last, key)
     else:
-        ((o, _),) = _MIXES[body.form](body, xs, body.op("Unsqueeze", key, body.ints(0)), 1)
-        h = body.op("Mul", o, body.attribute("scale"))
+        ((o, _),) = _MIXES[body.form](body, sources, body.op("Unsqueeze", key, body.ints(0)), 1)
+        h = body.mix("Mul", o, body.attribute("scale"))
     return body.function(h=body.op("CastLike", h, sources[0]))
 
 
 def _inter_block(body: _Body, n: int, reads: int) -> FunctionProto:
     queries, key_norms, *blocks = body.inputs("queries", "key_norms", *(f"b{i}" for i in range(n)))
-    keys, xs = body.key(queries, key_norms), [body.float(block) for block in blocks]
-    mixed = _MIXES[body.form](body, xs, keys, reads)
-    os = {f"o{i}": body.op("Identity", o) if o in xs else o for i, (o, _) in enumerate(mixed)}
+    mixed = _MIXES[body.form](body, blocks, body.key(queries, key_norms), reads)
+    os = {f"o{i}": o for i, (o, _) in enumerate(mixed)}
     return body.function(**os, **{f"z{i}": body.op("Squeeze", z, body.last) for i, (_, z) in enumerate(mixed)})
 
 
@@ -213,7 +222,7 @@ def _merge_norm(body: _Body, *, add: bool, centred: bool) -> FunctionProto:
     return body.function(**({"total": body.op("Identity", total)} if add else {}), h=h)
 
 
-# From sources ``[..., d]`` and keys ``[S, d]`` to ``o [..., d]`` and ``z [..., 1]`` of each read.
+# From sources ``[..., d]`` of any dtype and keys ``[S, d]`` to ``o [..., d]`` and ``z [..., 1]`` of each read.
 _Mixed = list[tuple[str, str]]
 
 
@@ -223,7 +232,8 @@ def _rows(body: _Body, keys: str, reads: int) -> list[str]:
     return [body.op("Squeeze", row, zero) for row in rows]
 
 
-def _unrolled(body: _Body, xs: list[str], keys: str, reads: int) -> _Mixed:
+def _unrolled(body: _Body, sources: list[str], keys: str, reads: int) -> _Mixed:
+    xs = [body.float(source) for source in sources]
     roots, mixed = [body.rms(x) for x in xs], []
     for key in _rows(body, keys, reads):
         dots = [body.op("ReduceSum", body.op("Mul", x, key), body.last, keepdims=1) for x in xs]
@@ -231,13 +241,18 @@ def _unrolled(body: _Body, xs: list[str], keys: str, reads: int) -> _Mixed:
         largest = body.op("Max", *logits)
         weights = [body.op("Exp", body.op("Sub", logit, largest)) for logit in logits]
         total = body.op("Sum", *weights)
-        weighted = body.op("Sum", *(body.op("Mul", weight, x) for weight, x in zip(weights, xs, strict=True)))
-        mixed.append((body.op("Div", weighted, total), body.op("Add", largest, body.op("Log", total))))
+        values = xs
+        if body.form == "tied":
+            # The largest weight is exp(0) = 1, so that their sum is at least 1.
+            one = body.op("CastLike", body.op("Min", total, body.op("Constant", value_float=1.0)), sources[0])
+            values = [body.float(body.op("Mul", source, one)) for source in sources]
+        weighted = body.mix("Sum", *(body.mix("Mul", weight, x) for weight, x in zip(weights, values, strict=True)))
+        mixed.append((body.mix("Div", weighted, total), body.op("Add", largest, body.op("Log", total))))
     return mixed
 
 
-def _stacked(body: _Body, xs: list[str], keys: str, reads: int) -> _Mixed:
-    first, mixed = body.ints(0), []
+def _stacked(body: _Body, sources: list[str], keys: str, reads: int) -> _Mixed:
+    xs, first, mixed = [body.float(source) for source in sources], body.ints(0), []
     stack = body.op("Concat", *(body.op("Unsqueeze", x, first) for x in xs), axis=0)
     root = body.rms(stack)
     for key in _rows(body, keys, reads):
@@ -248,7 +263,8 @@ def _stacked(body: _Body, xs: list[str], keys: str, reads: int) -> _Mixed:
     return mixed
 
 
-def _matmul(body: _Body, xs: list[str], keys: str, reads: int) -> _Mixed:
+def _matmul(body: _Body, sources: list[str], keys: str, reads: int) -> _Mixed:
+    xs = [body.float(source) for source in sources]
     one, leading = body.ints(1), body.op("Shape", xs[0], start=0, end=-1)
     shapes = body.op("Shape", xs[0]), body.op("Concat", leading, one, axis=0)
     stack = body.op("Concat", *(body.op("Unsqueeze", body.op("Flatten", x, axis=-1), one) for x in xs), axis=1)
@@ -268,6 +284,7 @@ def _matmul(body: _Body, xs: list[str], keys: str, reads: int) -> _Mixed:
 
 _MIXES: Final[dict[Form, Callable[[_Body, list[str], str, int], _Mixed]]] = {
     "unrolled": _unrolled,
+    "tied": _unrolled,
     "stacked": _stacked,
     "matmul": _matmul,
 }

@@ -29,44 +29,24 @@ from attnres_compile.exporters.example_call import (
     example_call,
     is_axes,
 )
-from attnres_compile.exporters.onnx import capture, export_onnx, quiet, staging_folder
-from attnres_compile.exporters.tensorrt_build import Kernel, Range
+from attnres_compile.exporters.onnx import BODIES, capture, export_onnx, quiet
+from attnres_compile.exporters.staging import staging_folder
+from attnres_compile.exporters.tensorrt_build import Range
 from attnres_compile.exporters.tensorrt_plugins import register_plugins
 from attnres_compile.passes.base import Pass, Subject, run
 from attnres_compile.passes.fuse_neighbours import FuseNeighbours
-from attnres_compile.passes.join_phases import JoinPhases
 from attnres_compile.passes.remove_dead import RemoveDead
 from attnres_compile.passes.schedule_two_phase import ScheduleTwoPhase
 
 if TYPE_CHECKING:
-    from attnres_compile.exporters.tensorrt_form import Read
+    from attnres_compile.exporters.tensorrt_reads import ReadKernels
 
 PRECISIONS: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Largest difference between ONNX Runtime and PyTorch, relative to the largest value; it has no kernels for bf16.
 TOLERANCES: Final = {"fp32": 1e-4, "fp16": 2e-2}
 
-# TensorRT fuses plain reads best; a plugin is one kernel for a merge, the add before and the norm after.
-PASSES: Final[tuple[Pass, ...]] = (JoinPhases(), RemoveDead())
-PASSES_FOR_PLUGINS: Final[tuple[Pass, ...]] = (ScheduleTwoPhase(), FuseNeighbours(), RemoveDead())
-
-
-@dataclass(frozen=True)
-class ReadKernels:
-    """What became of one read.
-
-    Attributes:
-        node: name of its ONNX node.
-        sources: number of its sources.
-        mixing: kernels that weigh and sum its sources.
-        statistics: other kernels that compute logits of its sources, most of them for several reads at once.
-        plugin: whether a plugin took its place.
-    """
-
-    node: str
-    sources: int
-    mixing: tuple[str, ...]
-    statistics: tuple[str, ...]
-    plugin: bool = False
+# A plugin is one kernel for a merge, the add before it and the norm after it. TensorRT itself fuses plain reads best.
+FOR_PLUGINS: Final[tuple[Pass, ...]] = (ScheduleTwoPhase(), FuseNeighbours(), RemoveDead())
 
 
 @dataclass(frozen=True)
@@ -160,19 +140,30 @@ def export_tensorrt(
         with evaluated(call.module):
             expected = call.outputs()
             program, _ = capture(call.module, call, _shapes(call, ranges))
-        run(PASSES_FOR_PLUGINS if plugins else PASSES, Subject(program.graph_module, AttnResConfig()))
-        exported = export_onnx(program, None, folder / "plain.onnx", opset_version=opset_version, atol=None, echo=None)
-        from attnres_compile.exporters.tensorrt_form import set_form
+        if plugins:
+            run(FOR_PLUGINS, Subject(program.graph_module, AttnResConfig()))
+        file = folder / "model.onnx"
+        exported = export_onnx(
+            program,
+            None,
+            file,
+            opset_version=opset_version,
+            target="onnxruntime" if plugins else "tensorrt",
+            body=BODIES["tensorrt"],
+            atol=None,
+            echo=None,
+        )
+        from attnres_compile.exporters.tensorrt_reads import contents, read_kernels
 
-        form = set_form(folder / "plain.onnx", folder / "model.onnx")
+        found = contents(file)
         if plugins:
             register_plugins(exported.nodes)
-        parity = _compare(folder / "model.onnx", call, expected, precision)
-        profile = _profile(form.inputs, ranges)
-        engine = tensorrt_build.build(trt, folder / "model.onnx", profile, targets, form.places)
+        parity = _compare(file, call, expected, precision)
+        profile = _profile(found.inputs, ranges)
+        engine = tensorrt_build.build(trt, file, profile, targets, found.places)
         (folder / "engine").write_bytes(engine.data)
         os.replace(folder / "engine", target)
-    reads, stored = _summary(form.reads, engine.kernels)
+    reads, stored = read_kernels(found.reads, engine.kernels)
     result = TensorRTExport(
         path=target,
         runtime=f"{trt.__name__} {trt.__version__}",
@@ -181,7 +172,7 @@ def export_tensorrt(
         profile=profile,
         kernels=len(engine.kernels),
         reads=reads,
-        sources=len({source for read in form.reads for source in read.sources}),
+        sources=len({source for read in found.reads for source in read.sources}),
         stored=stored,
         activation_bytes=engine.activation_bytes,
         parity=parity,
@@ -298,22 +289,3 @@ def _compare(path: Path, call: ExampleCall, expected: Outputs, precision: str) -
             f"ONNX Runtime and PyTorch differ by more than {allowed:g} of the largest: {', '.join(wrong)}"
         )
     return tuple(found)
-
-
-def _summary(reads: Sequence[Read], kernels: Sequence[Kernel]) -> tuple[tuple[ReadKernels, ...], int]:
-    """The kernels of each read, and the number of tensors with features that they hand to each other."""
-    from attnres_compile.exporters.tensorrt_form import MIX
-
-    found: list[ReadKernels] = []
-    every: dict[str, Kernel] = {}
-    for read in reads:
-        call = f" | {read.name} ({read.kind})"
-        own = [kernel for kernel in kernels if any(layer.endswith(call) for layer in kernel.layers)]
-        mixing = [k for k in own if any(f"_{MIX}_" in layer and layer.endswith(call) for layer in k.layers)]
-        plugin = not own and any(read.name in kernel.layers for kernel in kernels)
-        other = tuple(kernel.name for kernel in own if kernel not in mixing)
-        found.append(ReadKernels(read.name, len(read.sources), tuple(k.name for k in mixing), other, plugin))
-        every |= {kernel.name: kernel for kernel in own}
-    stored = {tensor.name: name for name, kernel in every.items() for tensor in kernel.stores if tensor.wide}
-    loads = [(tensor.name, name) for name, kernel in every.items() for tensor in kernel.loads]
-    return tuple(found), len({tensor for tensor, name in loads if stored.get(tensor, name) != name})

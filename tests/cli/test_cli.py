@@ -186,7 +186,7 @@ def test_export_in_another_form(run: Run, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--target", "tvm"], "target is one of onnxruntime, tensorrt; got 'tvm'"),
-        (["--body", "rolled"], "body is one of unrolled, stacked, matmul; got 'rolled'"),
+        (["--body", "rolled"], "body is one of unrolled, tied, stacked, matmul; got 'rolled'"),
         (["--cache"], "NanoGPT.forward takes no cache of keys and values (past_key_values)"),
     ],
 )

@@ -121,6 +121,16 @@ def test_exported_program(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["program.onnx"]
 
 
+def test_one_phase_of_an_exported_program(tmp_path: Path) -> None:
+    model, x = TwoPhase((2, 2)).eval(), tokens(2, 5)
+    program = torch.export.export(model, (x,), dynamic_shapes={"tokens": {0: Dim.DYNAMIC}})
+    before = str(program.graph)
+    result = export_onnx(program, None, tmp_path / "model.onnx", target="tensorrt", echo=None)
+    assert result.nodes == {"DepthAttentionN2": 2, "DepthAttentionN3": 2}
+    assert str(program.graph) == before
+    check(run(session(result.path), tokens(3, 5)), [model.by_reference(tokens(3, 5))])
+
+
 def test_hugging_face_model(tmp_path: Path) -> None:
     """Keyword inputs in another order than the parameters, a cache that is on, and rotary embeddings that broadcast."""
     transformers = pytest.importorskip("transformers")
@@ -155,14 +165,18 @@ def test_hugging_face_model(tmp_path: Path) -> None:
     ("options", "form"),
     [
         ({}, "matmul"),
-        ({"target": "tensorrt"}, "unrolled"),
+        ({"target": "tensorrt"}, "tied"),
         ({"target": "tensorrt", "body": "stacked"}, "stacked"),
+        ({"body": "tied"}, "tied"),
     ],
 )
 def test_targets_and_bodies(tmp_path: Path, options: dict[str, Any], form: Form) -> None:
     model = TwoPhase((2, 2))
     result = export_onnx(model, tokens(2, 5), tmp_path / "model.onnx", echo=None, **options)
     proto = onnx.load(result.path)
+    two_phase = options.get("target") != "tensorrt"
+    assert ("Merge" in result.nodes) == two_phase
+    assert sum(result.nodes.values()) == (5 if two_phase else 4), result.nodes
     for function in proto.functions:
         assert list(function.node) == list(function_proto(function.name, 23, form).node)
     metadata = {entry.key: entry.value for entry in proto.metadata_props}

@@ -86,7 +86,7 @@ def test_options_and_inputs_that_cannot_work(tmp_path: Path) -> None:
         (OptionError, "20 to 25", lambda: export_onnx(Small(), x, path, opset_version=26)),
         (OptionError, "20 to 25", lambda: export_onnx(Small(), x, path, opset_version=19)),
         (OptionError, "onnxruntime, tensorrt; got 'tvm'", lambda: export_onnx(Small(), x, path, target="tvm")),  # type: ignore[arg-type]
-        (OptionError, "unrolled, stacked, matmul", lambda: export_onnx(Small(), x, path, body="rolled")),  # type: ignore[arg-type]
+        (OptionError, "unrolled, tied, stacked, matmul", lambda: export_onnx(Small(), x, path, body="rolled")),  # type: ignore[arg-type]
         (InputError, "needs example_inputs", lambda: export_onnx(Small(), None, path)),
         (InputError, "missing a required argument: 'x'", lambda: export_onnx(Small(), {"y": x}, path)),
         (ExportError, r"\.float\(\)", lambda: export_onnx(Small().double(), x.double(), path)),

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnres_compile.exporters.onnx_functions import DOMAIN, FORMS, Form, function_proto
+from attnres_compile.exporters.onnx_functions import DOMAIN, FORMS, MIX, Form, function_proto
 from attnres_compile.ops import depth_attention, factored, inter_block, merge, reference
 from tests.exporters.onnx_material import EPS, F16, F32, check, normal, onnx, run, session, sources_of
+from tests.tolerances import assert_close
 
 # Numbers of sources and leading sizes: all ranks, no tokens at all, and more sources than a power of two.
 COUNTS = [(1, ()), (1, (2, 3)), (2, (4,)), (3, (2, 3)), (3, (2, 1, 3)), (3, (0, 3)), (2, (3, 0)), (33, (2, 3))]
@@ -87,6 +88,16 @@ def test_merge_norm(leading: tuple[int, ...], norm: str, add: bool, dtype: torch
 
 
 @every_form
+def test_a_nan_stays_in_its_token(form: Form) -> None:
+    sources = [s * torch.ones(1, 3, 8) for s in (1.0, -1.0, 0.0)]
+    sources[2][0, 1] = torch.nan
+    query = 1e4 * torch.ones(8)  # the weights underflow
+    (actual,) = call("DepthAttentionN3", [query, torch.ones(8), *sources], form, eps=EPS, scale=3.0)
+    assert actual[0, 1].isnan().all()
+    assert_close(actual[0, ::2], torch.full((2, 8), 3.0))
+
+
+@every_form
 @pytest.mark.parametrize("opset", [20, 25])
 def test_other_opsets(opset: int, form: Form) -> None:
     sources, query, key_norm = sources_of(3, 2, 20), normal(20), 1 + 0.3 * normal(20, seed=9)
@@ -110,6 +121,16 @@ def test_the_unrolled_form() -> None:
     assert not kinds.keys() & {"Concat", "Softmax", "Reshape", "MatMul", "RMSNormalization"}
     assert kinds["Exp"] == 5
     assert kinds["Max"] == 1
+
+
+def test_the_tied_form() -> None:
+    """A kernel is known by what it mixes: a product for each source, their sum, and two factors."""
+    function = function_proto("DepthAttentionN5", 23, "tied")
+    kinds = Counter(node.op_type for node in function.node)
+    assert kinds == Counter(node.op_type for node in function_proto("DepthAttentionN5", 23, "unrolled").node) + Counter(
+        {"Constant": 1, "Min": 1, "CastLike": 1, "Mul": 5, "Cast": 5}
+    )
+    assert sum(f"_{MIX}_" in node.name for node in function.node) == 5 + 1 + 2
 
 
 def test_the_matmul_form() -> None:
@@ -137,6 +158,7 @@ def test_rules_for_names(name: str, form: Form) -> None:
     names = {value for node in function.node for value in [*node.input, *node.output]}
     names |= {*function.input, *function.output}
     assert all(value.startswith(f"{DOMAIN}_{name}_") for value in names)
+    assert all(node.name.startswith(f"{DOMAIN}_{name}_") for node in function.node)
     written = [value for node in function.node for value in node.output]
     assert len({*written, *function.input}) == len(written) + len(function.input)
     assert not onnx.defs.has(function.name)
