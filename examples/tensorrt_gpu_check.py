@@ -3,7 +3,8 @@
     pip install 'attnres-compile[tensorrt,gpu,hf]' && python examples/tensorrt_gpu_check.py
 
 Builds a language model with TensorRT for the GPU at hand, without and with plugins, runs each engine at three sizes on
-random tokens, compares with PyTorch, and times both beside the residual original.
+random tokens, compares with PyTorch, and times both beside the residual original. The plugins are those of both phases,
+with the add before and the norm after a read; `--norm layer` is for those with LayerNorm.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ALLOWED = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 6e-2}  # of the largest logit
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp16")
+    parser.add_argument("--norm", choices=("rms", "layer"), default="rms", help="Llama's or GPT-2's")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--blocks", type=int, default=8)
@@ -38,7 +40,7 @@ def main() -> None:
     import tensorrt as trt
 
     print(f"{torch.cuda.get_device_name()}, TensorRT {trt.__version__}, torch {torch.__version__}, {options.precision}")
-    original = language_model(options.layers, options.width, options.length)
+    original = language_model(options.norm, options.layers, options.width, options.length)
     tokens = torch.randint(1000, (2, 64))
     model = ac.transform(copy.deepcopy(original), {"input_ids": tokens}, num_blocks=options.blocks, verify="quick")
     for name, parameter in model.named_parameters():
@@ -67,9 +69,9 @@ def main() -> None:
                 worst = max(difference(engine, reference, size) for size in sizes)
                 good = worst <= ALLOWED[options.precision]
                 microseconds = time(engine, torch.randint(1000, (1, options.length), device="cuda"))
-                reads = sum(read.plugin for read in result.reads) if plugins else len(result.reads)
+                taken = f", {sum(read.plugin for read in result.reads)} of them plugins" if plugins else ""
                 print(
-                    f"{'✓' if good else '✗'} {name:10} {result.kernels} kernels, {reads} reads, "
+                    f"{'✓' if good else '✗'} {name:10} {result.kernels} kernels, {len(result.reads)} reads{taken}, "
                     f"max difference {worst:.1e}, {microseconds:.0f} µs at 1 × {options.length}"
                 )
             except Exception as error:  # each variant is a check of its own
@@ -79,10 +81,13 @@ def main() -> None:
     sys.exit(failed)
 
 
-def language_model(layers: int, width: int, length: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def language_model(norm: str, layers: int, width: int, length: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    if norm == "layer":
+        sizes = {"vocab_size": 1000, "n_embd": width, "n_layer": layers, "n_head": width // 64, "n_positions": length}
+        return GPT2LMHeadModel(GPT2Config(**sizes)).eval()
     config = LlamaConfig(
         vocab_size=1000,
         hidden_size=width,

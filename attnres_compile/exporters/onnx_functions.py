@@ -39,7 +39,8 @@ MIX: Final = "mix"
 Form = Literal["unrolled", "tied", "stacked", "matmul"]
 FORMS: Final[tuple[Form, ...]] = get_args(Form)
 
-_DEFAULTS: Final = {"eps": 1e-6, "scale": 1.0}
+_DEFAULTS: Final = {"eps": 1e-6, "norm_eps": 1e-6, "scale": 1.0}
+_NORMS: Final = {"rms": "RMSNorm", "layer": "LayerNorm"}
 # The version of the standard operator set that brought RMSNormalization.
 _RMS_NORMALIZATION: Final = 23
 
@@ -47,6 +48,11 @@ _RMS_NORMALIZATION: Final = 23
 def inter_block_name(blocks: int, reads: int) -> str:
     """The type of the node that computes a block's first phase."""
     return f"{INTER_BLOCK}{blocks}S{reads}"
+
+
+def merge_norm_name(norm: str, *, add: bool) -> str:
+    """The type of the node that is a merge, the norm after it (``"rms"`` or ``"layer"``) and the add before it."""
+    return f"{'Add' if add else ''}{MERGE}{_NORMS[norm]}"
 
 
 def function_proto(name: str, opset: int, form: Form = "matmul") -> FunctionProto:
@@ -57,17 +63,21 @@ def function_proto(name: str, opset: int, form: Form = "matmul") -> FunctionProt
       the softmax-weighted mean ``o [..., d]`` of the blocks, and ``z [...]``, the logarithm of its sum of exponentials.
     - ``Merge(o, z, partial, query, key_norm) -> h``: phase 2, with ``g = sigmoid(logit(partial) - z)``:
       ``h = scale * ((1 - g) o + g partial)``, which is the softmax over the blocks and the partial sum.
+    - ``MergeRMSNorm(o, z, partial, query, key_norm, weight, bias) -> h``, ``MergeLayerNorm``: phase 2 and the norm of
+      its result. ``AddMergeRMSNorm(o, z, partial, branch, query, ...) -> total, h``, ``AddMergeLayerNorm``: the
+      residual add before it too; what is merged is the rounded ``total = partial + branch``.
 
     Computes in fp32; the last node casts to the sources' dtype.
 
     Args:
-        name: the node's type, e.g. ``DepthAttentionN5``, ``InterBlockN3S4`` or ``Merge``.
+        name: the node's type, e.g. ``DepthAttentionN5``, ``InterBlockN3S4``, ``Merge`` or ``AddMergeRMSNorm``.
         opset: version of the standard operator set that the body uses; 18 is the least.
         form: of the body.
 
     Returns:
-        A function of domain ``attnres_compile`` with ``eps`` and ``scale``, where it uses them, as attributes with
-        defaults, and ``plugin_namespace`` and ``plugin_version`` for runtimes that replace the node by a plugin.
+        A function of domain ``attnres_compile`` with ``eps``, ``norm_eps`` and ``scale``, where it uses them, as
+        attributes with defaults, and ``plugin_namespace`` and ``plugin_version`` for runtimes that replace the node by
+        a plugin.
 
     Raises:
         ValueError: no operator has that name.
@@ -75,6 +85,8 @@ def function_proto(name: str, opset: int, form: Form = "matmul") -> FunctionProt
     body = _Body(name, opset, form)
     if name == MERGE:
         return _merge(body)
+    if found := re.fullmatch(rf"(Add)?{MERGE}({'|'.join(_NORMS.values())})", name):
+        return _merge_norm(body, add=bool(found[1]), centred=found[2] == _NORMS["layer"])
     if found := re.fullmatch(rf"{DEPTH_ATTENTION}([1-9]\d*)", name):
         return _depth_attention(body, int(found[1]))
     if found := re.fullmatch(rf"{INTER_BLOCK}([1-9]\d*)S([1-9]\d*)", name):
@@ -137,9 +149,9 @@ class _Body:
         """``key_norm * query``: only this product reaches the logits."""
         return self.op("Mul", self.float(query), self.float(key_norm))
 
-    def rms(self, x: str) -> str:
+    def rms(self, x: str, eps: str = "eps") -> str:
         mean = self.op("ReduceMean", self.op("Mul", x, x), self.last, keepdims=1)
-        return self.op("Sqrt", self.op("Add", mean, self.attribute("eps")))
+        return self.op("Sqrt", self.op("Add", mean, self.attribute(eps)))
 
     def logit(self, x: str, key: str) -> str:
         """``<x, key> / rms(x)``, ``[..., 1]``."""
@@ -196,6 +208,18 @@ def _merge(body: _Body) -> FunctionProto:
     o, z, partial, query, key_norm = body.inputs("o", "z", "partial", "query", "key_norm")
     key, x = body.key(query, key_norm), body.float(partial)
     return body.function(h=body.op("CastLike", body.gated(o, body.op("Unsqueeze", z, body.last), x, key), partial))
+
+
+def _merge_norm(body: _Body, *, add: bool, centred: bool) -> FunctionProto:
+    terms, vectors = ("partial", "branch") if add else ("partial",), ("query", "key_norm", "weight", "bias")
+    o, z, *streams, query, key_norm, weight, bias = body.inputs("o", "z", *terms, *vectors)
+    total = body.op("Add", *streams) if add else streams[0]
+    h = body.gated(o, body.op("Unsqueeze", z, body.last), body.float(total), body.key(query, key_norm))
+    if centred:
+        h = body.op("Sub", h, body.op("ReduceMean", h, body.last, keepdims=1))
+    h = body.op("Mul", body.op("Div", h, body.rms(h, "norm_eps")), body.float(weight))
+    h = body.op("CastLike", body.op("Add", h, body.float(bias)), streams[0])
+    return body.function(**({"total": body.op("Identity", total)} if add else {}), h=h)
 
 
 # From sources ``[..., d]`` of any dtype and keys ``[S, d]`` to ``o [..., d]`` and ``z [..., 1]`` of each read.

@@ -22,9 +22,11 @@ from attnres_compile.exporters.onnx_functions import (
     MERGE,
     PLUGIN_VERSION,
     inter_block_name,
+    merge_norm_name,
 )
 
 _FLOATS: Final = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+_NUMBERS: Final = ("eps", "norm_eps", "scale")
 _PLUGIN: Final = {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION}
 
 
@@ -36,12 +38,12 @@ def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]
     """
     standard = Opset("", opset)
 
-    def weight(key_norm: Any, query: Any) -> Any:
-        """``key_norm``, or ones like ``query``: every input of a custom node is given."""
-        if key_norm is not None:
-            return key_norm
-        ones = np.ones([int(size) for size in query.shape], dtype=query.dtype.numpy())
-        return standard.Constant(value=ir.tensor(ones, dtype=query.dtype))
+    def weight(given: Any, query: Any, otherwise: float = 1) -> Any:
+        """A vector, or ones (or zeros) like ``query``: every input of a custom node is given."""
+        if given is not None:
+            return given
+        values = np.full([int(size) for size in query.shape], otherwise, dtype=query.dtype.numpy())
+        return standard.Constant(value=ir.tensor(values, dtype=query.dtype))
 
     def depth_attention(sources: Sequence[Any], query: Any, key_norm: Any, eps: float, scale: float) -> Any:
         node = _node(f"{DEPTH_ATTENTION}{len(sources)}", [("query", "Q"), ("key_norm", "G")], "v", len(sources))
@@ -70,19 +72,59 @@ def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]
         return parts[value] if value in parts and dim == 0 else aten_unbind(value, dim)
 
     def merge(o: Any, m: Any, l: Any, partial: Any, query: Any, key_norm: Any, eps: float, scale: float) -> Any:
-        if l not in ones:
-            o = standard.Div(o, standard.Unsqueeze(l, standard.Constant(value_ints=[-1])))
-            m = standard.Add(m, standard.Log(l))
+        o, z = state(o, m, l)
         if partial is None:
             return standard.Mul(o, standard.Constant(value_float=scale))
         node = _node(MERGE, [("o", "F"), ("z", "F"), ("partial", "T"), ("query", "Q"), ("key_norm", "G")])
-        return node(o, m, partial, query, weight(key_norm, query), eps=eps, scale=scale, **_PLUGIN)
+        return node(o, z, partial, query, weight(key_norm, query), eps=eps, scale=scale, **_PLUGIN)
+
+    def state(o: Any, m: Any, l: Any) -> tuple[Any, Any]:
+        """Mean and logarithm of the sum of exponentials, from the largest logit ``m`` and the sum ``l``."""
+        if l in ones:
+            return o, m
+        mean = standard.Div(o, standard.Unsqueeze(l, standard.Constant(value_ints=[-1])))
+        return mean, standard.Add(m, standard.Log(l))
+
+    def fused(
+        streams: dict[str, Any], phase: tuple[Any, Any, Any], vectors: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:
+        """A read with its norm; with two streams, the residual add too."""
+        query, key_norm, scaling, shift = vectors
+        eps, norm_eps, scale, norm = options
+        name = merge_norm_name(norm, add=len(streams) > 1)
+        formals = [("o", "F"), ("z", "F"), *((stream, "T") for stream in streams)]
+        formals += [("query", "Q"), ("key_norm", "G"), ("weight", "W"), ("bias", "B")]
+        node = _node(name, formals, outputs=("h",) if len(streams) == 1 else ("total", "h"))
+        given = (query, weight(key_norm, query), weight(scaling, query), weight(shift, query, 0))
+        numbers = {"eps": eps, "norm_eps": norm_eps, "scale": scale}
+        return node(*state(*phase), *streams.values(), *given, **numbers, **_PLUGIN)
+
+    def add_merge_norm(partial: Any, branch: Any, blocks: Any, o: Any, m: Any, l: Any, *others: Any) -> Any:
+        return fused({"partial": partial, "branch": branch}, (o, m, l), others[:4], others[4:])
+
+    def merge_norm(blocks: Any, o: Any, m: Any, l: Any, partial: Any, *others: Any) -> Any:
+        if partial is None:
+            h = standard.Mul(state(o, m, l)[0], standard.Constant(value_float=others[6]))
+            return standard.CastLike(normalised(h, others[2], others[3], *others[5::2]), blocks[0])
+        return fused({"partial": partial}, (o, m, l), others[:4], others[4:])
+
+    def normalised(h: Any, scaling: Any, shift: Any, eps: float, norm: str) -> Any:
+        """The norm of fp32 rows, in fp32."""
+        last = standard.Constant(value_ints=[-1])
+        if norm == "layer":
+            h = standard.Sub(h, standard.ReduceMean(h, last, keepdims=1))
+        mean = standard.ReduceMean(standard.Mul(h, h), last, keepdims=1)
+        h = standard.Div(h, standard.Sqrt(standard.Add(mean, standard.Constant(value_float=eps))))
+        h = h if scaling is None else standard.Mul(h, standard.CastLike(scaling, h))
+        return h if shift is None else standard.Add(h, standard.CastLike(shift, h))
 
     ops = torch.ops.attnres_compile
     return {
         ops.depth_attention.default: depth_attention,
         ops.inter_block.default: inter_block,
         ops.merge.default: merge,
+        ops.merge_norm.default: merge_norm,
+        ops.add_merge_norm.default: add_merge_norm,
         torch.ops.aten.unbind.int: unbind,
     }
 
@@ -103,7 +145,7 @@ def _node(
     # One input a source: with a variadic formal, torch.onnx repeats the inputs before it.
     formals = [*inputs, *((f"{source}{i}", "T") for i in range(sources))]
     attributes = [
-        *(OpSchema.Attribute(name, OpSchema.AttrType.FLOAT, "", required=False) for name in ("eps", "scale")),
+        *(OpSchema.Attribute(name, OpSchema.AttrType.FLOAT, "", required=False) for name in _NUMBERS),
         *(OpSchema.Attribute(name, OpSchema.AttrType.STRING, "", required=False) for name in _PLUGIN),
     ]
     schema = OpSchema(

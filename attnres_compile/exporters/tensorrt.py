@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import ExportError, OptionError
 from attnres_compile.exporters import tensorrt_build
 from attnres_compile.exporters.example_call import (
@@ -28,10 +29,14 @@ from attnres_compile.exporters.example_call import (
     example_call,
     is_axes,
 )
-from attnres_compile.exporters.onnx import capture, export_onnx, quiet
+from attnres_compile.exporters.onnx import BODIES, capture, export_onnx, quiet
 from attnres_compile.exporters.staging import staging_folder
 from attnres_compile.exporters.tensorrt_build import Range
 from attnres_compile.exporters.tensorrt_plugins import register_plugins
+from attnres_compile.passes.base import Pass, Subject, run
+from attnres_compile.passes.fuse_neighbours import FuseNeighbours
+from attnres_compile.passes.remove_dead import RemoveDead
+from attnres_compile.passes.schedule_two_phase import ScheduleTwoPhase
 
 if TYPE_CHECKING:
     from attnres_compile.exporters.tensorrt_reads import ReadKernels
@@ -39,6 +44,9 @@ if TYPE_CHECKING:
 PRECISIONS: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Largest difference between ONNX Runtime and PyTorch, relative to the largest value; it has no kernels for bf16.
 TOLERANCES: Final = {"fp32": 1e-4, "fp16": 2e-2}
+
+# A plugin is one kernel for a merge, the add before it and the norm after it. TensorRT itself fuses plain reads best.
+FOR_PLUGINS: Final[tuple[Pass, ...]] = (ScheduleTwoPhase(), FuseNeighbours(), RemoveDead())
 
 
 @dataclass(frozen=True)
@@ -104,8 +112,8 @@ def export_tensorrt(
             bounds, whose usual size is the example's. None: all axes are static.
         output: picks what is exported from the model's result.
         runtime: ``tensorrt``, ``tensorrt_rtx``, or None for the first of them that can be imported and do it.
-        plugins: let the reads be plugins (``register_plugins``), whose kernels the engine carries with it; needs
-            ``tensorrt``.
+        plugins: let the reads be plugins (``register_plugins``), whose kernels the engine carries with it: two phases,
+            and one kernel for a read, the add before it and the norm after it. Needs ``tensorrt``.
         opset_version: version of ONNX's standard operator set, 20 to 25.
         echo: takes lines on progress; None for silence.
 
@@ -132,13 +140,24 @@ def export_tensorrt(
         with evaluated(call.module):
             expected = call.outputs()
             program, _ = capture(call.module, call, _shapes(call, ranges))
+        if plugins:
+            run(FOR_PLUGINS, Subject(program.graph_module, AttnResConfig()))
         file = folder / "model.onnx"
-        export_onnx(program, None, file, opset_version=opset_version, target="tensorrt", atol=None, echo=None)
+        exported = export_onnx(
+            program,
+            None,
+            file,
+            opset_version=opset_version,
+            target="onnxruntime" if plugins else "tensorrt",
+            body=BODIES["tensorrt"],
+            atol=None,
+            echo=None,
+        )
         from attnres_compile.exporters.tensorrt_reads import contents, read_kernels
 
         found = contents(file)
         if plugins:
-            register_plugins({len(read.sources) for read in found.reads}, ())
+            register_plugins(exported.nodes)
         parity = _compare(file, call, expected, precision)
         profile = _profile(found.inputs, ranges)
         engine = tensorrt_build.build(trt, file, profile, targets, found.places)

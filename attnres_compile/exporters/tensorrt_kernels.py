@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attnres_compile.ops.triton.phase_two import coefficients
-from attnres_compile.ops.triton.rows import rms_and_dot
+from attnres_compile.ops.triton.rows import normalise, rms_and_dot, softmax_step
 
 
 @triton.jit
@@ -35,11 +35,8 @@ def depth_attention(
         v = x.to(tl.float32)
         r, z = rms_and_dot(v, k, EPS, D)
         s = r * z
-        largest = tl.maximum(m, s)
-        before, now = tl.exp(m - largest), tl.exp(s - largest)
-        l = l * before + now
+        m, l, before, now = softmax_step(m, l, s)
         o = o * before[:, None] + now[:, None] * v
-        m = largest
         x = following
     o *= (SCALE / l)[:, None]
     tl.store(out + place, o.to(out.dtype.element_ty), mask=inside)
@@ -72,11 +69,8 @@ def inter_block(
         following = tl.load(following, mask=(column < D) & (i + 1 < n), other=0.0)
         v = x.to(tl.float32)
         s = tl.rsqrt(tl.sum(v * v, axis=1) / D + EPS) * tl.sum(v * k, axis=1)
-        largest = tl.maximum(m, s)
-        before, now = tl.exp(m - largest), tl.exp(s - largest)
-        l = l * before + now
+        m, l, before, now = softmax_step(m, l, s)
         o = o * before[:, None] + now[:, None] * v
-        m = largest
         x = following
     tl.store(_chosen(o_out, read)[:, None] + row[:, None] * D + column, o / l[:, None], mask=inside)
     tl.store(_chosen(z_out, read) + row, m + tl.log(l), mask=read < S)
@@ -99,6 +93,34 @@ def merge(
     of_blocks, of_partial, _, _ = coefficients(x, k, z, 1.0, valid, EPS, D)
     h = (of_blocks * SCALE)[:, None] * o + (of_partial * SCALE)[:, None] * x
     tl.store(out + place, h.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_merge_norm(
+    o_in, z_in, partial, branch, query, key_norm, weight, bias, rows, total, out,
+    EPS: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, CENTRED: tl.constexpr,
+    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """``AddMergeRMSNorm`` and ``AddMergeLayerNorm``; without ``branch`` and ``total`` those without ``Add``."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    valid = row < rows
+    place, inside = row[:, None] * D + column, valid[:, None] & (column < D)
+    x = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
+    o = tl.load(o_in + place, mask=inside, other=0.0)
+    k = _key(query + column, key_norm + column, column < D)
+    z = tl.load(z_in + row, mask=valid, other=0.0)
+    if branch is not None:
+        # The rounded sum is what later reads see.
+        rounded = (x + tl.load(branch + place, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    of_blocks, of_partial, _, _ = coefficients(x, k, z, 1.0, valid, EPS, D)
+    h = (of_blocks * SCALE)[:, None] * o + (of_partial * SCALE)[:, None] * x
+    y, _ = normalise(h, valid, inside, NORM_EPS, CENTRED, D)
+    y *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
+    y += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

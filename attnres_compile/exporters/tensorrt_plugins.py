@@ -14,12 +14,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from attnres_compile.errors import ExportError, MissingDependencyError
+from attnres_compile.errors import ExportError, MissingDependencyError, OptionError
 
 NAMESPACE: Final = "attnres_compile"
 # Parameters that Triton appends for scratch memory of its own, unused by these kernels.
 _HIDDEN: Final = 2
 _TYPES: Final = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}
+_NORMS: Final = ("MergeRMSNorm", "MergeLayerNorm", "AddMergeRMSNorm", "AddMergeLayerNorm")
+_USUAL: Final = (
+    *("Merge", *_NORMS),
+    *(f"DepthAttentionN{n}" for n in range(1, 34)),
+    *(f"InterBlockN{n}S{s}" for n in range(1, 34) for s in range(1, 9)),
+)
 # TensorRT's registry is one a process, and refuses a name that it has.
 _registered: set[str] = set()
 
@@ -34,27 +40,27 @@ class Ptx:
     shared_bytes: int
 
 
-def register_plugins(sources: Iterable[int] = range(1, 34), reads: Iterable[int] = range(1, 9)) -> tuple[str, ...]:
+def register_plugins(nodes: Iterable[str] | None = None) -> tuple[str, ...]:
     """Register the plugins of domain ``attnres_compile`` with TensorRT; its ONNX parser then prefers them.
 
-    ``DepthAttentionN<n>``, ``InterBlockN<n>S<s>`` and ``Merge``: their inputs, outputs and attributes are those of the
-    ONNX nodes. Sources, vectors and reads are fp32, fp16 or bf16, what phase 1 hands on is fp32. Call it before a model
-    is parsed; what is registered already stays.
+    ``DepthAttentionN<n>``, ``InterBlockN<n>S<s>``, ``Merge``, and with a norm ``MergeRMSNorm``, ``MergeLayerNorm``,
+    ``AddMergeRMSNorm`` and ``AddMergeLayerNorm``: inputs, outputs and attributes are those of the ONNX nodes. Sources,
+    vectors and reads are fp32, fp16 or bf16, what phase 1 hands on is fp32. Call it before a model is parsed; what is
+    registered already stays.
 
     Args:
-        sources: numbers n of sources. Each has plugins of its own: a plugin's signature is fixed.
-        reads: numbers s of reads that share a first phase.
+        nodes: types of nodes, as ``OnnxExport.nodes`` has them. Each number of sources and of reads has a plugin of its
+            own, since a plugin's signature is fixed. None: up to 33 sources and 8 reads.
 
     Returns:
         The names that were registered now.
 
     Raises:
+        OptionError: a name is none of those.
         MissingDependencyError: ``tensorrt`` with ``tensorrt.plugin``, or Triton, is missing.
     """
     trtp = _tensorrt_plugin()
-    wanted = [_merge(trtp)]
-    for n in sources:
-        wanted += [_depth_attention(trtp, n), *(_inter_block(trtp, n, s) for s in reads)]
+    wanted = [_plugin(trtp, name) for name in dict.fromkeys(_USUAL if nodes is None else nodes)]
     new = [plugin for plugin in wanted if plugin.name not in _registered]
     for plugin in new:
         plugin.register(trtp)
@@ -80,10 +86,11 @@ def compile_ptx(kernel: str, types: Mapping[str, Any], constants: Mapping[str, A
 
     from attnres_compile.exporters import tensorrt_kernels
 
-    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    function = getattr(tensorrt_kernels, kernel)
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
     pointers = [path for path, kind in _leaves(signature) if kind.startswith("*")]
     source = ASTSource(
-        fn=getattr(tensorrt_kernels, kernel),
+        fn=function,
         signature=signature,
         constexprs=dict(constants),
         # TensorRT's tensors begin at multiples of 256 bytes.
@@ -162,6 +169,21 @@ def _sign(function: Callable[..., Any], parameters: Mapping[str, Any], result: A
     function.__signature__ = inspect.Signature(listed, return_annotation=result)  # type: ignore[attr-defined]
 
 
+def _plugin(trtp: Any, name: str) -> _Plugin:
+    """The plugin of a type of node."""
+    if found := re.fullmatch(r"DepthAttentionN([1-9]\d*)", name):
+        return _depth_attention(trtp, int(found[1]))
+    if found := re.fullmatch(r"InterBlockN([1-9]\d*)S([1-9]\d*)", name):
+        return _inter_block(trtp, int(found[1]), int(found[2]))
+    if name == "Merge":
+        return _merge(trtp)
+    if name in _NORMS:
+        return _merge_norm(trtp, name)
+    raise OptionError(
+        f"no plugin is called {name!r}; there are DepthAttentionN<n>, InterBlockN<n>S<s>, Merge and {', '.join(_NORMS)}"
+    )
+
+
 def _depth_attention(trtp: Any, n: int) -> _Plugin:
     def implement(inputs: tuple[Any, ...], values: Mapping[str, float]) -> tuple[Ptx, Any, Any]:
         query, key_norm, *sources = inputs
@@ -212,6 +234,25 @@ def _merge(trtp: Any) -> _Plugin:
         return ptx, trtp.cdiv(rows, tile), rows
 
     return _Plugin("Merge", names, ("eps", "scale"), 1, lambda o, z, partial, *_: partial.like(), implement)
+
+
+def _merge_norm(trtp: Any, name: str) -> _Plugin:
+    add = name.startswith("Add")
+    names = ("o", "z", "partial", *(("branch",) if add else ()), "query", "key_norm", "weight", "bias")
+
+    def implement(inputs: tuple[Any, ...], values: Mapping[str, float]) -> tuple[Ptx, Any, Any]:
+        partial, rows = _pointer(inputs[2]), _rows(trtp, inputs[2])
+        types = dict(zip(("o_in", "z_in", *names[2:]), map(_pointer, inputs), strict=True))
+        types |= {"rows": "i32", "out": partial} | ({"total": partial} if add else {})
+        constants: dict[str, Any] = {"EPS": values["eps"], "NORM_EPS": values["norm_eps"], "SCALE": values["scale"]}
+        constants |= {"CENTRED": "Layer" in name} | ({} if add else {"branch": None, "total": None})
+        ptx, tile = _tiled("add_merge_norm", types, constants, _features(inputs[2]))
+        return ptx, trtp.cdiv(rows, tile), rows
+
+    def describe(o: Any, z: Any, partial: Any, *_: Any) -> Any:
+        return (partial.like(), partial.like()) if add else partial.like()
+
+    return _Plugin(name, names, ("eps", "norm_eps", "scale"), 2 if add else 1, describe, implement)
 
 
 def _tiled(kernel: str, types: Mapping[str, Any], constants: Mapping[str, Any], d: int) -> tuple[Ptx, int]:

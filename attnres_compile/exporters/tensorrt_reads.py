@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Final
+from typing import Any, Final
 
 import onnx_ir as ir
 
-from attnres_compile.exporters.onnx_functions import DEPTH_ATTENTION, DOMAIN, MIX
+from attnres_compile.exporters.onnx_functions import DEPTH_ATTENTION, DOMAIN, INTER_BLOCK, MIX
 from attnres_compile.exporters.tensorrt_build import Kernel
 from attnres_compile.passes._nodes import line_of
 
@@ -33,7 +33,7 @@ class Contents:
     """What an ONNX file holds.
 
     Attributes:
-        reads: the reads in one phase, in order.
+        reads: the reads, in order; of those in two phases, the second.
         places: lines of the user's source by name of node.
         inputs: the inputs' sizes by name, dynamic ones as text.
     """
@@ -66,13 +66,26 @@ def contents(path: str | PathLike[str]) -> Contents:
     """Describe an ONNX file; its weights are not loaded."""
     model = ir.load(path)
     nodes = [node for node in model.graph.all_nodes() if node.domain == DOMAIN]
-    reads = [node for node in nodes if node.op_type.removeprefix(DEPTH_ATTENTION).isdecimal()]
+    reads = [node for node in nodes if not _is_phase_one(node)]
     traces = {str(node.name): node.metadata_props.get(_TRACE, "") for node in model.graph.all_nodes()}
     return Contents(
-        tuple(Read(str(node.name), node.op_type, tuple(map(_maker, node.inputs[2:]))) for node in reads),
+        tuple(Read(str(node.name), node.op_type, tuple(map(_maker, _mixed(node)))) for node in reads),
         {name: line for name, trace in traces.items() if (line := line_of(trace))},
         {str(value.name): tuple(_size(size) for size in value.shape or ()) for value in model.graph.inputs},
     )
+
+
+def _is_phase_one(node: Any) -> bool:
+    return isinstance(node, ir.Node) and node.domain == DOMAIN and node.op_type.startswith(INTER_BLOCK)
+
+
+def _mixed(node: ir.Node) -> list[ir.Value | None]:
+    """What a read mixes: the sources of a plain one, or the finished blocks and the partial sum of a merge."""
+    if node.op_type.startswith(DEPTH_ATTENTION):
+        return list(node.inputs[2:])
+    phase: Any = node.inputs[0] and node.inputs[0].producer()
+    blocks = list(phase.inputs[2:]) if _is_phase_one(phase) else []
+    return [*blocks, node.outputs[0] if node.op_type.startswith("Add") else node.inputs[2]]
 
 
 def _maker(value: ir.Value | None) -> str | None:

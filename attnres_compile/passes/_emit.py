@@ -42,6 +42,8 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     assert before.shape == after.shape and before.dtype == after.dtype, (old, before, new, after)
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
+    if any(user.op == "output" for user in new.users):
+        new.name = old.name  # the signature of an exported program names its outputs
 
 
 def method(name: str) -> Callable[..., Any]:

@@ -73,9 +73,7 @@ def _join(merge: fx.Node) -> bool:
         return False
     read = emit(NAME, merge, ops.depth_attention.default, sources, query, key_norm, eps, scale)
     for old in casts or [merge]:
-        name = old.name
         replace(old, read)
-        read.name = name  # the signature of an exported program may name it as an output
     if casts:
         for check in list(merge.users):
             merge.graph.erase_node(check)

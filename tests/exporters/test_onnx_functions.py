@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnres_compile.exporters.onnx_functions import DOMAIN, FORMS, MIX, Form, function_proto
-from attnres_compile.ops import depth_attention, inter_block, merge, reference
+from attnres_compile.ops import depth_attention, factored, inter_block, merge, reference
 from tests.exporters.onnx_material import EPS, F16, F32, check, normal, onnx, run, session, sources_of
 from tests.tolerances import assert_close
 
@@ -70,6 +70,24 @@ def test_merge(leading: tuple[int, ...], dtype: torch.dtype, form: Form) -> None
 
 
 @every_form
+@every_dtype
+@pytest.mark.parametrize(("norm", "add"), [("RMSNorm", False), ("RMSNorm", True), ("LayerNorm", True)])
+@pytest.mark.parametrize("leading", [(), (2, 3), (0, 3)])
+def test_merge_norm(leading: tuple[int, ...], norm: str, add: bool, dtype: torch.dtype, form: Form) -> None:
+    o, z, one = normal(*leading, 20), normal(*leading, seed=2), torch.ones(leading)
+    terms = sources_of(2 if add else 1, *leading, 20, dtype=dtype)
+    query, key_norm, weight = normal(20, seed=5), normal(20, seed=6), normal(20, seed=7)
+    bias = normal(20, dtype=dtype, seed=8)
+    inputs = [o, z, *terms, query, key_norm, weight, bias]
+    name = f"{'Add' * add}Merge{norm}"
+    actual = call(name, inputs, form, outputs=1 + add, eps=1e-3, norm_eps=1e-4, scale=3.0)
+    total = sum(terms[1:], terms[0])
+    h = reference.merge(*(t.double() for t in (o, z, one, total, query, key_norm)), eps=1e-3, scale=3.0)
+    h = factored.normalise(h, weight.double(), bias.double(), 1e-4, norm == "LayerNorm").to(dtype)
+    check(actual, [total, h] if add else [h])
+
+
+@every_form
 def test_a_nan_stays_in_its_token(form: Form) -> None:
     sources = [s * torch.ones(1, 3, 8) for s in (1.0, -1.0, 0.0)]
     sources[2][0, 1] = torch.nan
@@ -128,7 +146,11 @@ def test_the_matmul_form() -> None:
 
 @every_form
 @pytest.mark.parametrize(
-    "name", ["DepthAttentionN1", "DepthAttentionN2", "DepthAttentionN5", "InterBlockN3S2", "Merge"]
+    "name",
+    [
+        *("DepthAttentionN1", "DepthAttentionN2", "DepthAttentionN5", "InterBlockN3S2"),
+        *("Merge", "MergeLayerNorm", "AddMergeRMSNorm", "AddMergeLayerNorm"),
+    ],
 )
 def test_rules_for_names(name: str, form: Form) -> None:
     """TensorRT's parser binds a formal to a tensor of that name, and looks functions up by name alone."""
@@ -155,7 +177,16 @@ def test_one_name_for_each_arity() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["DepthAttentionN", "DepthAttentionN0", "InterBlockN2", "InterBlockN2S0", "InterBlockNx", "Softmax", "Merge2"],
+    [
+        "DepthAttentionN",
+        "DepthAttentionN0",
+        "InterBlockN2",
+        "InterBlockN2S0",
+        "InterBlockNx",
+        "Softmax",
+        "Merge2",
+        "AddMerge",
+    ],
 )
 def test_unknown_function(name: str) -> None:
     with pytest.raises(ValueError, match=name):

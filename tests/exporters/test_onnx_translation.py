@@ -6,12 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+from attnres_compile.config import AttnResConfig
 from attnres_compile.exporters import OnnxExport, export_onnx
 from attnres_compile.exporters.onnx_functions import DOMAIN
 from attnres_compile.ops import inter_block, merge
-from tests.exporters.onnx_material import EPS, SHAPES, WIDTH, TwoPhase, check, normal, onnx, run, session, tokens
+from attnres_compile.passes.base import Subject
+from attnres_compile.passes.base import run as run_passes
+from attnres_compile.passes.fuse_neighbours import FuseNeighbours
+from attnres_compile.passes.remove_dead import RemoveDead
+from tests.exporters.onnx_material import (
+    EPS,
+    F16,
+    F32,
+    SHAPES,
+    WIDTH,
+    TwoPhase,
+    check,
+    normal,
+    onnx,
+    run,
+    session,
+    tokens,
+)
 from tests.tolerances import assert_close
 
 
@@ -154,3 +173,30 @@ def test_states_that_come_from_elsewhere(tmp_path: Path) -> None:
     result = export_onnx(Odd(), x, tmp_path / "odd.onnx", echo=None)
     assert result.nodes == {"InterBlockN2S2": 1, "Merge": 2}
     check(run(session(result.path), x), list(Odd()(x)))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_reads_with_their_neighbours(norm: type[nn.Module], dtype: torch.dtype, tmp_path: Path) -> None:
+    """The first read of a block, the second, and one after an add; the norm is wanted in the stream's dtype."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.norm = nn.Parameter(normal(3, WIDTH)), norm(WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            o, m, l = (rows.unbind(0) for rows in inter_block([x, x * 2], self.query, None, EPS))
+            first = self.norm(merge(o[0], m[0], l[0], None, None, None, EPS, 2.0).to(x.dtype))
+            second = self.norm(merge(o[1], m[1], l[1], first, self.query[1], None, EPS, 3.0))
+            total = first + second
+            third = self.norm(merge(o[2], m[2], l[2], total, self.query[2], None, EPS, 3.0))
+            return first, second, total, third
+
+    model, x = Fused().to(dtype), normal(2, 3, WIDTH, dtype=dtype)
+    program = torch.export.export(model, (x,))
+    run_passes((FuseNeighbours(), RemoveDead()), Subject(program.graph_module, AttnResConfig()))
+    result = export_onnx(program, None, tmp_path / "fused.onnx", echo=None, atol=None)
+    kind = norm.__name__
+    assert result.nodes == {f"AddMerge{kind}": 1, "InterBlockN2S3": 1, f"Merge{kind}": 1}
+    check(run(session(result.path), x), [t.detach() for t in model(x)])

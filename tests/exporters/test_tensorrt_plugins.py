@@ -3,15 +3,22 @@
 import json
 import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from attnres_compile.errors import ExportError, MissingDependencyError
-from attnres_compile.exporters import tensorrt_plugins
+import attnres_compile as ac
+from attnres_compile.errors import ExportError, MissingDependencyError, OptionError
+from attnres_compile.exporters import tensorrt, tensorrt_build, tensorrt_plugins
+from attnres_compile.exporters.tensorrt_build import Engine, Kernel
 from attnres_compile.exporters.tensorrt_plugins import without_hidden
 from attnres_compile.ops import triton as kernels
 from tests.exporters import tensorrt_stand_in
+from tests.exporters.onnx_material import onnx
 from tests.triton_process import run
 
 importable = pytest.mark.skipif(not kernels.available(), reason=kernels.reason())
@@ -28,9 +35,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.skipif(not tensorrt_stand_in.found(), reason="tensorrt-cu13-bindings is not installed")
 def test_ahead_of_time(built: list[dict[str, Any]]) -> None:
     names, *plugins = built
-    assert names["first"] == ["Merge", "DepthAttentionN2", "InterBlockN2S6", "DepthAttentionN9", "InterBlockN9S6"]
+    norms = [f"{add}Merge{norm}" for norm in ("RMSNorm", "LayerNorm") for add in ("", "Add")]
+    first = ["DepthAttentionN2", "InterBlockN2S6", "Merge", *norms, "DepthAttentionN9", "InterBlockN9S6"]
+    assert names["first"] == first
     assert names["then"] == ["DepthAttentionN33", "InterBlockN33S6"]
-    assert len(plugins) == 9
+    assert len(plugins) == 21
     for plugin in plugins:
         print(plugin)
         # Inputs, then one integer, then outputs.
@@ -59,7 +68,11 @@ def test_shapes_types_and_grids(built: list[dict[str, Any]]) -> None:
     assert found["InterBlockN9S6"]["types"] == ["FLOAT"] * 12
     assert found["InterBlockN9S6"]["sizes"] == [["7?", "7?", 1024]] * 6 + [["7?", "7?"]] * 6
     assert found["InterBlockN9S6"]["grid"] == 49 * 2
-    assert found["Merge"]["types"] == ["HALF"]
+    assert found["Merge"]["types"] == found["MergeRMSNorm"]["types"] == ["HALF"]
+    assert found["AddMergeLayerNorm"]["types"] == ["HALF"] * 2
+    assert found["AddMergeLayerNorm"]["sizes"] == [["7?", "7?", 1024]] * 2
+    # The kernel's last argument is the last result.
+    assert found["AddMergeLayerNorm"]["entry"] == "add_merge_norm"
     # A narrow row shares its program with others.
     narrow = next(plugin for plugin in built[1:] if plugin["plugin"] == "DepthAttentionN2")
     assert (narrow["grid"], narrow["threads"]) == (7, 32)
@@ -101,3 +114,54 @@ def test_missing_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(MissingDependencyError, match=r"tensorrt.plugin, .*pip install 'attnres-compile\[tensorrt\]'"):
         tensorrt_plugins.register_plugins()
+
+
+@importable
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt_plugins, "_tensorrt_plugin", lambda: None)
+    for name in ("DepthAttentionN0", "InterBlockN3", "MergeNorm", "Relu"):
+        with pytest.raises(OptionError, match=f"no plugin is called '{name}'; there are DepthAttentionN<n>"):
+            tensorrt_plugins.register_plugins([name])
+
+
+# Engines with plugins.
+
+
+class Layer(nn.Module):
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.linear = norm(16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)).tanh()
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_one_plugin_for_each_read(norm: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed to the builder and to the registry; ONNX Runtime compares it with the model."""
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 5, 16)
+    # A layer is a sublayer here. The norm at the end is the ninth read.
+    model = ac.transform(nn.Sequential(*(Layer(norm) for _ in range(8)), norm(16)), inputs, num_blocks=2, verify="off")
+    for name, parameter in model.named_parameters():
+        if name.endswith("query"):
+            nn.init.normal_(parameter)
+    registered, names = list[str](), list[str]()
+
+    def build(trt: Any, file: Path, *_: Any) -> Engine:
+        names.extend(node.name for node in onnx.load(file).graph.node if node.domain == "attnres_compile")
+        plugins = tuple(Kernel(name, "plugin", (name,), (), ()) for name in names if "inter_block" not in name)
+        return Engine(bytes(2000), plugins, 0)
+
+    monkeypatch.setattr(
+        tensorrt_build, "package", lambda *_: (SimpleNamespace(__name__="tensorrt", __version__="11"), ())
+    )
+    monkeypatch.setattr(tensorrt_build, "build", build)
+    monkeypatch.setattr(tensorrt, "register_plugins", registered.extend)
+    result = ac.export_tensorrt(model, inputs, tmp_path / "model.engine", plugins=True, echo=None)
+    kind = norm.__name__
+    # The first block's reads are plain; then a read without an add before it, and those with one.
+    assert registered == [f"AddMerge{kind}", "DepthAttentionN2", "InterBlockN2S5", f"Merge{kind}"]
+    assert [(read.plugin, read.sources) for read in result.reads] == [(True, 2)] * 3 + [(True, 3)] * 4
+    ((_, difference),) = result.parity
+    assert difference < 1e-4

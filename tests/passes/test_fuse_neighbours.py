@@ -174,9 +174,10 @@ def test_listing() -> None:
         *before[:-3],
         "add_merge_norm_default = add_merge_norm(tanh, tan, [x, sin], getitem_4, getitem_6, getitem_8, select, "
         "select_1, 0.001, 1e-05, 3.0)",
-        "getitem_9 = getitem(add_merge_norm_default, 0)",
-        "getitem_10 = getitem(add_merge_norm_default, 1)",
-        "output = output([getitem_9, getitem_10])",
+        # The graph's outputs keep their names.
+        "add = getitem(add_merge_norm_default, 0)",
+        "rms_norm = getitem(add_merge_norm_default, 1)",
+        "output = output([add, rms_norm])",
     ]
 
 

@@ -52,12 +52,12 @@ def test_listing() -> None:
         "slice_2 = slice.Tensor(0, 0, 2)",
         "select_int = select.int(slice_1, 0, 0)",
         "select_int_1 = select.int(slice_2, 0, 0)",
-        "to = depth_attention([x, sin], select_int, select_int_1, 0.001, 2.0)",
+        "depth_attention_default = depth_attention([x, sin], select_int, select_int_1, 0.001, 2.0)",
         "select = select.int(0, 1)",
         "select_1 = select.int(0, 1)",
-        "cos = cos(to)",
-        "merge_1 = depth_attention([x, sin, cos], select, select_1, 0.001, 3.0)",
-        "add = add.Tensor(merge_1, to)",
+        "cos = cos(depth_attention_default)",
+        "depth_attention_default_1 = depth_attention([x, sin, cos], select, select_1, 0.001, 3.0)",
+        "add = add.Tensor(depth_attention_default_1, depth_attention_default)",
         "output = output([add])",
     ]
 

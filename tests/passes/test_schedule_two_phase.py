@@ -77,8 +77,8 @@ def test_listing() -> None:
         "cos = cos(merge_default)",
         "merge_default_1 = merge(getitem_6, getitem_7, getitem_8, cos, select_2, select_3, 0.001, 3.0)",
         "add = add.Tensor(cos, merge_default_1)",
-        "merge_default_2 = merge(getitem_9, getitem_10, getitem_11, add, select_4, select_5, 0.001, 3.0)",
-        "output = output([merge_default_2])",
+        "depth_attention_2 = merge(getitem_9, getitem_10, getitem_11, add, select_4, select_5, 0.001, 3.0)",
+        "output = output([depth_attention_2])",
     ]
 
 

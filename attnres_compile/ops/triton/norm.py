@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnres_compile.ops.triton.launch import on, programs, rows_of, tile
 from attnres_compile.ops.triton.phase_two import coefficients, scalar_gradients
-from attnres_compile.ops.triton.rows import products, source_gradient
+from attnres_compile.ops.triton.rows import normalise, products, source_gradient
 
 # Features above which three sums over rows and a row with its gradient do not fit the registers.
 _MOST_HELD = 4096
@@ -125,16 +125,6 @@ def add_merge_norm_backward(
     return grad_o, grad_m, grad_l, grad_x, grad_key, grad_weight, grad_bias
 
 
-@triton.jit
-def _normalised(h, valid, inside, norm_eps, CENTRED: tl.constexpr, D):
-    """The norm of ``h [rows, d]`` without weight and bias, and the factor ``[rows]`` that it multiplied with."""
-    if CENTRED:
-        h = tl.where(inside, h - (tl.sum(h, axis=1) / D)[:, None], 0.0)
-    # Rows past the end would be NaN with an eps of zero, and reach the sums over rows.
-    r = tl.where(valid, tl.rsqrt(tl.sum(h * h, axis=1) / D + norm_eps), 0.0)
-    return h * r[:, None], r
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
     partial,
@@ -176,7 +166,7 @@ def _forward(
     x = rounded.to(tl.float32)
     of_blocks, of_partial, _, _ = coefficients(x, k, m, l, valid, eps, D)
     h = (of_blocks * scale)[:, None] * o + (of_partial * scale)[:, None] * x
-    y, _ = _normalised(h, valid, inside, norm_eps, CENTRED, D)
+    y, _ = normalise(h, valid, inside, norm_eps, CENTRED, D)
     if weight is not None:
         y *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
     if bias is not None:
@@ -229,7 +219,7 @@ def _backward(
         m, l = tl.load(m_in + row, mask=valid, other=0.0), tl.load(l_in + row, mask=valid, other=0.0)
         of_blocks, of_partial, r, z = coefficients(x, k, m, l, valid, eps, D)
         h = (of_blocks * scale)[:, None] * o + (of_partial * scale)[:, None] * x
-        y, factor = _normalised(h, valid, inside, norm_eps, CENTRED, D)
+        y, factor = normalise(h, valid, inside, norm_eps, CENTRED, D)
         g = tl.load(grad_normalised + row[:, None] * grad_normalised_stride + column, mask=inside, other=0.0)
         g = g.to(tl.float32)
         grad_bias = _add(grad_bias, g, sums + 2 * D, again, column < D, HELD)

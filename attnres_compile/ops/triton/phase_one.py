@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnres_compile.ops.triton.launch import Tile, on, programs, result, rows_of, source, table, tile
+from attnres_compile.ops.triton.rows import softmax_step
 
 # Floats of keys that a program holds, beside as many of state.
 _KEYS_HELD = 16384
@@ -160,11 +161,8 @@ def _forward(
         following = tl.load(following, mask=(column < D) & (i + 1 < n), other=0.0)
         v = x.to(tl.float32)
         s = _inverse_rms(v, eps, D) * tl.sum(v * k, axis=1)
-        largest = tl.maximum(m, s, propagate_nan=tl.PropagateNan.ALL)
-        before, now = tl.exp(m - largest), tl.exp(s - largest)
-        l = l * before + now
+        m, l, before, now = softmax_step(m, l, s)
         o = o * before[:, None] + now[:, None] * v
-        m = largest
         x = following
     place = read.to(tl.int64) * rows + row
     tl.store(o_out + place[:, None] * D + column, o, mask=inside)

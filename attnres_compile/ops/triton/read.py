@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnres_compile.ops.triton.launch import on, programs, result, rows_of, source, table, tile
-from attnres_compile.ops.triton.rows import rms_and_dot, source_gradient
+from attnres_compile.ops.triton.rows import rms_and_dot, softmax_step, source_gradient
 
 
 def depth_attention(sources: Sequence[Tensor], key: Tensor, eps: float, scale: float) -> Tensor:
@@ -90,11 +90,8 @@ def _forward(
         v = x.to(tl.float32)
         r, z = rms_and_dot(v, k, eps, D)
         s = r * z
-        largest = tl.maximum(m, s)
-        before, now = tl.exp(m - largest), tl.exp(s - largest)
-        l = l * before + now
+        m, l, before, now = softmax_step(m, l, s)
         o = o * before[:, None] + now[:, None] * v
-        m = largest
         x = following
     o *= (scale / l)[:, None]
     tl.store(out + row[:, None] * D + column, o.to(element), mask=inside)
@@ -135,11 +132,8 @@ def _backward(
             v = x.to(tl.float32)
             r, z = rms_and_dot(v, k, eps, D)
             s = r * z
-            largest = tl.maximum(m, s)
-            before, now = tl.exp(m - largest), tl.exp(s - largest)
-            l = l * before + now
+            m, l, before, now = softmax_step(m, l, s)
             along = along * before + now * tl.sum(g * v, axis=1)
-            m = largest
             x = following
         along /= l
         for i in range(n):

@@ -1,4 +1,4 @@
-"""What the kernels share: products of rows, and the gradient that reaches a source."""
+"""What the kernels share: products of rows, a softmax over sources as they come, norms, a source's gradient."""
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
@@ -17,6 +17,28 @@ def rms_and_dot(x, k, eps, D):
     """``rsqrt(mean(x^2) + eps)`` and ``<x, k>`` of rows, with zeros where the tile is larger than d."""
     square, dot = products(x, x, k)
     return tl.rsqrt(square / D + eps), dot
+
+
+@triton.jit
+def softmax_step(m, l, s):
+    """One more logit ``s`` in a softmax over sources as they come.
+
+    Returns the largest logit, the sum of exponentials, and the factors of what was summed before and of what is added.
+    A NaN stays one: phase 1 hands the largest logit on.
+    """
+    largest = tl.maximum(m, s, propagate_nan=tl.PropagateNan.ALL)
+    before, now = tl.exp(m - largest), tl.exp(s - largest)
+    return largest, l * before + now, before, now
+
+
+@triton.jit
+def normalise(h, valid, inside, norm_eps, CENTRED: tl.constexpr, D):
+    """The norm of ``h [rows, d]`` without weight and bias, and the factor ``[rows]`` that it multiplied with."""
+    if CENTRED:
+        h = tl.where(inside, h - (tl.sum(h, axis=1) / D)[:, None], 0.0)
+    # Rows past the end would be NaN with an eps of zero, and reach the sums over rows.
+    r = tl.where(valid, tl.rsqrt(tl.sum(h * h, axis=1) / D + norm_eps), 0.0)
+    return h * r[:, None], r
 
 
 @triton.jit
