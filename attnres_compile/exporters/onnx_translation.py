@@ -103,10 +103,12 @@ def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]
         return fused({"partial": partial, "branch": branch}, (o, m, l), others[:4], others[4:])
 
     def merge_norm(blocks: Any, o: Any, m: Any, l: Any, partial: Any, *others: Any) -> Any:
-        if partial is None:
-            h = standard.Mul(state(o, m, l)[0], standard.Constant(value_float=others[6]))
-            return standard.CastLike(normalised(h, others[2], others[3], *others[5::2]), blocks[0])
-        return fused({"partial": partial}, (o, m, l), others[:4], others[4:])
+        vectors, options = others[:4], others[4:]
+        if partial is not None:
+            return fused({"partial": partial}, (o, m, l), vectors, options)
+        (_, _, scaling, shift), (_, norm_eps, scale, norm) = vectors, options
+        h = standard.Mul(state(o, m, l)[0], standard.Constant(value_float=scale))
+        return standard.CastLike(normalised(h, scaling, shift, norm_eps, norm), blocks[0])
 
     def normalised(h: Any, scaling: Any, shift: Any, eps: float, norm: str) -> Any:
         """The norm of fp32 rows, in fp32."""

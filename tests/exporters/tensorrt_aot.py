@@ -30,7 +30,7 @@ def cases() -> list[tuple[str, Inputs, dict[str, float]]]:
         o: Inputs = [(tokens, "FLOAT"), (tokens[:2], "FLOAT")]
         vectors: Inputs = [((d,), kind), ((d,), "FLOAT")]
         found.append(("Merge", [*o, (tokens, kind), *vectors], eps | scale))
-        for norm in ("RMSNorm", "LayerNorm"):
+        for norm in ("RMSNorm", "LayerNorm") if d > 64 else ():
             for add in ("", "Add"):
                 rows: Inputs = [(tokens, kind)] * (2 if add else 1)
                 inputs = [*o, *rows, *vectors, ((d,), "FLOAT"), ((d,), kind)]
@@ -54,8 +54,8 @@ def assembled(ptx: str, capability: int) -> dict[str, Any]:
 
 def main() -> None:
     trt = tensorrt_stand_in.install()
-    names = register_plugins(name for name, _, _ in cases()[: len(cases()) * 2 // 3])
-    print(json.dumps({"first": names, "then": register_plugins(name for name, _, _ in cases())}))
+    every = [name for name, _, _ in cases()]
+    print(json.dumps({"first": register_plugins(every[:10]), "then": register_plugins(every)}))
     for name, inputs, attributes in cases():
         found = tensorrt_stand_in.build(trt, f"{NAMESPACE}::{name}", inputs, attributes)
         ptx = found.pop("code")
