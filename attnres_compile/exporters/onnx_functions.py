@@ -166,7 +166,8 @@ class _Body:
         """``scale * ((1 - g) o + g x)`` with ``g = sigmoid(logit(x) - z)``, ``z [..., 1]``."""
         scale = self.attribute("scale")
         gate = self.op("Mul", self.op("Sigmoid", self.op("Sub", self.logit(x, key), z)), scale)
-        return self.op("Add", self.op("Mul", self.op("Sub", scale, gate), o), self.op("Mul", gate, x))
+        # Not Add: ONNX Runtime fuses an Add and the norm after it to an operator that is far slower than both.
+        return self.op("Sum", self.op("Mul", self.op("Sub", scale, gate), o), self.op("Mul", gate, x))
 
     def function(self, **outputs: str) -> FunctionProto:
         """The function whose outputs are these values, none of them used inside, under these names."""
