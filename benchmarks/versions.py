@@ -81,7 +81,21 @@ def run(torch: str, transformers: str) -> dict[str, Any]:
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "env": {**os.environ, **offline}}
     found = subprocess.run([python, "-c", code], check=True, **options).stdout.split()
-    pytest = [python, "-m", "pytest", "-q", "-m", "not slow", "-o", "filterwarnings=default", "-W", "ignore", "-rf"]
+    pytest = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        "-o",
+        "filterwarnings=default",
+        "-W",
+        "ignore",
+        "-rf",
+    ]
     output = subprocess.run([*pytest, *TESTS], check=False, **options).stdout
     (FOLDER / f"torch-{torch}-transformers-{transformers}.log").write_text(output)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?)", output[-300:])}

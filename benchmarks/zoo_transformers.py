@@ -42,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.example_inputs import example  # noqa: E402 - found through the line before
 from benchmarks.small_configs import shrunk  # noqa: E402
+from benchmarks.zoo_coverage import coverage  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "zoo-transformers.jsonl"
 TABLE = ROOT / "docs" / "zoo-transformers.md"
@@ -66,7 +67,13 @@ the largest relative error of any output in fp32 with zero queries, `block_size=
 | outcome | architectures |
 | --- | --- |
 """.replace("{version}", transformers.__version__)
+COVERAGE = """
+
+## Coverage
+
+"""
 COLUMNS = """
+## Rows
 
 | architecture | model | live | graph | seconds |
 | --- | --- | --- | --- | --- |
@@ -196,7 +203,7 @@ def _timed(run: Any) -> dict[str, Any]:
         result = run()
     except ac.RefusedError as error:
         kind = "refused by verification" if isinstance(error, ac.VerificationError) else "refused"
-        result = {"status": kind, "reason": str(error)[:600]}
+        result = {"status": kind, "reason": str(error)[:2000]}
     except ac.CaptureError as error:
         result = {"status": "not traced", "reason": str(error)[:900]}
     except Exception as error:
@@ -253,7 +260,9 @@ def write(found: list[dict[str, Any]]) -> None:
     unbuilt = "\n".join(
         f"- {row['name']}: {short(row['reason'])}" for row in found if row["status"] in ("not built", "time limit")
     )
-    TABLE.write_text(HEADER + summary + COLUMNS + "\n".join(lines) + UNBUILT + unbuilt + "\n")
+    TABLE.write_text(
+        HEADER + summary + COVERAGE + coverage(found) + COLUMNS + "\n".join(lines) + UNBUILT + unbuilt + "\n"
+    )
     RECORD.write_text(json.dumps({"counts": counts, "rows": found}, indent=0) + "\n")
 
 
