@@ -26,8 +26,8 @@ DEFINITION = """Of {count} pre-norm architectures {live} are covered as live mod
 
 *Pre-norm* is each in which a route found a residual stream, or turned a sum down for another reason than the right
 ones, and each that was not traced, failed, or took too long. *Covered* means exact, with as many adds as the other
-route found, and every sum outside of the chains turned down for a right reason: {kinds}. In covered models there were sums of
-these kinds: {left}.
+route found, and every sum outside of the chains turned down for a right reason: {kinds}.
+In covered models there were sums of these kinds: {left}.
 
 {exceptions}
 """
