@@ -1,6 +1,6 @@
 """What ``transform`` itself takes: time beside ``torch.export`` alone, memory beside the model's own.
 
-Run ``python benchmarks/transform.py`` from the repository root; figures go to ``benchmarks/transform.json``. Time is
+Run ``python benchmarks/transform.py`` from the repository root (``time`` or ``memory`` for a part); figures go to ``benchmarks/transform.json``. Time is
 that of a small-width Llama of 96 layers with the quick verification, exports and transformations in turn. Memory is the
 peak resident size while a model of SmolLM2-135M's shape is transformed, over what the process had before the model was
 made.
@@ -8,6 +8,7 @@ made.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import re
@@ -27,7 +28,7 @@ from attnres_compile.capture.copies import shared_copy
 from attnres_compile.capture.inputs import normalise
 
 RECORD = Path(__file__).parent / "transform.json"
-ROUNDS = 3
+ROUNDS = 2
 SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
@@ -101,11 +102,16 @@ def rounded(values: list[float]) -> list[float]:
 
 def main() -> None:
     """Each measurement in a process of its own."""
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {"torch": torch.__version__}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="*", default=["time", "memory"], choices=["time", "memory"])
+    wanted = parser.parse_args().what
+    results: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    results["torch"] = torch.__version__
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        results["time"] = pool.apply(times, (96,))
-        results["memory"] = [pool.apply(memory, (verify,)) for verify in ("quick", "full")]
+        if "time" in wanted:
+            results["time"] = pool.apply(times, (96,))
+        if "memory" in wanted:
+            results["memory"] = [pool.apply(memory, (verify,)) for verify in ("quick", "full")]
     print(json.dumps(results, indent=1))
     RECORD.write_text(json.dumps(results, indent=1) + "\n")
 
