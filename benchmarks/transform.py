@@ -1,9 +1,9 @@
 """What ``transform`` itself takes: time beside ``torch.export`` alone, memory beside the model's own.
 
-Run ``python benchmarks/transform.py`` from the repository root (``time`` or ``memory`` for a part); figures go to ``benchmarks/transform.json``. Time is
-that of a small-width Llama of 96 layers with the quick verification, exports and transformations in turn. Memory is the
-peak resident size while a model of SmolLM2-135M's shape is transformed, over what the process had before the model was
-made.
+Run ``python benchmarks/transform.py`` from the repository root (``time`` or ``memory`` for a part); figures go to
+``benchmarks/transform.json``. Time is that of a small-width Llama of 96 layers with the quick verification, exports and
+transformations in turn. Memory is the peak resident size while a model of SmolLM2-135M's shape is transformed, over
+what the process had before the model was made.
 """
 
 from __future__ import annotations
