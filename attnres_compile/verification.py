@@ -21,8 +21,8 @@ SEED = 0
 
 NO_GRADIENT = "chains whose queries get no gradient"
 UNRECORDED = (
-    "Its layers run where autograd does not record them: under torch.no_grad, or in an autograd function of the model's "
-    "own, as reversible layers do"
+    "Its layers run where autograd does not record them: under torch.no_grad, or in an autograd function of its own, "
+    "as reversible layers do"
 )
 NOISY = "If the model is noisy by itself, pass verify='off' and compare with attnres_compile.verify"
 

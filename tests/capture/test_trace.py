@@ -137,7 +137,7 @@ class Dispatching(nn.Module):
     def forward(self, x: Tensor, *, double: bool = False) -> dict[str, Tensor | None]:
         x = self.embedding(x)
         for layer in self.layers:
-            if float(x.abs().max()) < 1e9:
+            if float(x.detach().abs().max()) < 1e9:
                 x = layer(x)
         return {"x": self.norm(x) * (2 if double else 1), "nothing": None}
 
