@@ -12,12 +12,13 @@ MODEL := $(VENV)/.stamp-model
 pinned = $(shell grep -m 1 '^$(1)==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test test-all check format bench clean
+.PHONY: help setup model demo test test-all versions check format bench clean
 
 help:
 	@echo "make demo     transform a small pretrained language model and verify it"
 	@echo "make test     run the tests"
 	@echo "make test-all run the tests of every architecture too"
+	@echo "make versions run the core of the tests on other versions of PyTorch and transformers (20 GB)"
 	@echo "make check    lint, format check, types, import contracts"
 	@echo "make format   format and fix what can be fixed"
 	@echo "make bench    list the benchmarks"
@@ -58,6 +59,9 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+versions: setup
+	$(BIN)/python benchmarks/versions.py
 
 check: setup
 	$(BIN)/ruff check .

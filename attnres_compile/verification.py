@@ -19,6 +19,13 @@ from attnres_compile.report import Check
 Mode = Literal["full", "quick", "off"]
 SEED = 0
 
+NO_GRADIENT = "chains whose queries get no gradient"
+UNRECORDED = (
+    "Its layers run where autograd does not record them: under torch.no_grad, or in an autograd function of its own, "
+    "as reversible layers do"
+)
+NOISY = "If the model is noisy by itself, pass verify='off' and compare with attnres_compile.verify"
+
 # Largest error relative to the largest magnitude, for whole models. Many fp64 models norm in fp32 inside.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
@@ -72,9 +79,10 @@ def raise_failures(checks: list[Check], model: str) -> None:
     failed = [check for check in checks if not check.passed]
     if failed:
         figures = "; ".join(f"{check.name}: {check.error:.1e} (allowed {check.tolerance:.0e})" for check in failed)
+        lost = any(check.name == NO_GRADIENT for check in failed)
         raise VerificationError(
-            f"{model} does not compute the same with depth attention: {figures}. The model is left as it was. If the "
-            "model is noisy by itself, pass verify='off' and compare with attnres_compile.verify"
+            f"{model} does not compute the same with depth attention: {figures}. The model is left as it was. "
+            + (UNRECORDED if lost else NOISY)
         )
 
 
@@ -236,7 +244,7 @@ def _alive(transformed: nn.Module, inputs: Inputs, observer: Observer | None) ->
     dead = sum(1 for gradient in found.values() if gradient is None or not bool(gradient.any()))
     checks = [
         Check("random queries change the output", unchanged, 0.0),
-        Check("chains whose queries get no gradient", float(dead), 0.0),
+        Check(NO_GRADIENT, float(dead), 0.0),
     ]
     if observer is not None:
         rows = sum(reads.get_parameter("query").shape[0] for reads in chains)

@@ -10,7 +10,7 @@ writes ``docs/zoo-transformers.md``.
 from __future__ import annotations
 
 import argparse
-import inspect
+import contextlib
 import json
 import multiprocessing
 import os
@@ -34,13 +34,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import attnres_compile as ac
 from attnres_compile.capture.copies import shared_copy
-from attnres_compile.capture.inputs import Inputs, normalise, other_shapes
+from attnres_compile.capture.inputs import Inputs, other_shapes
 from attnres_compile.verification import call, relative_error
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.small_configs import shrunk  # noqa: E402 - found through the line before
+from benchmarks.example_inputs import example  # noqa: E402 - found through the line before
+from benchmarks.small_configs import shrunk  # noqa: E402
+from benchmarks.zoo_coverage import coverage  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "zoo-transformers.jsonl"
 TABLE = ROOT / "docs" / "zoo-transformers.md"
@@ -65,7 +67,13 @@ the largest relative error of any output in fp32 with zero queries, `block_size=
 | outcome | architectures |
 | --- | --- |
 """.replace("{version}", transformers.__version__)
+COVERAGE = """
+
+## Coverage
+
+"""
 COLUMNS = """
+## Rows
 
 | architecture | model | live | graph | seconds |
 | --- | --- | --- | --- | --- |
@@ -75,7 +83,7 @@ UNBUILT = """
 Not built: the default config has no small form by names alone, needs another library, or no example input was made.
 
 """
-BATCH, LENGTH = 2, 9
+LARGEST = 400_000_000  # parameters
 
 
 def architectures() -> dict[str, str]:
@@ -93,14 +101,32 @@ def architectures() -> dict[str, str]:
     return {name: model for name, model in found.items() if names[model] == name}
 
 
-def build(name: str, model: str) -> nn.Module:
-    """A small model with moved parameters, in eval mode."""
-    kind = getattr(transformers, model)
-    config = shrunk(CONFIG_MAPPING[name]())
+def build(name: str, model: str) -> tuple[nn.Module, Inputs]:
+    """A small model with moved parameters, in eval mode, and a call that it takes.
+
+    Raises:
+        ValueError: there is none; with what was said to each try.
+    """
+    problems = []
+    for widths in (True, False):
+        try:
+            made = made_from(getattr(transformers, model), shrunk(CONFIG_MAPPING[name](), widths=widths))
+            return made, example(made)
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    raise ValueError(" || ".join(problems))
+
+
+def made_from(kind: Any, config: Any) -> nn.Module:
+    """A model of this class with random parameters, moved away from zeros and ones."""
     if kind.config_class is not None and not isinstance(config, kind.config_class):
-        config = config.get_text_config()
-    if "LMHead" in model and hasattr(config, "is_decoder"):
+        parts = [getattr(config, part) for part in getattr(config, "sub_configs", {})]
+        config = next(part for part in parts if isinstance(part, kind.config_class))
+    if "LMHead" in kind.__name__ and hasattr(config, "is_decoder"):
         config.is_decoder = True
+    with torch.device("meta"), contextlib.suppress(NotImplementedError, RuntimeError):
+        if (numbers := sum(parameter.numel() for parameter in kind(config).parameters())) > LARGEST:
+            raise ValueError(f"no small form: {numbers / 1e6:.0f} million parameters")
     torch.manual_seed(0)
     made: nn.Module = kind(config).eval()
     with torch.no_grad():
@@ -110,65 +136,15 @@ def build(name: str, model: str) -> nn.Module:
     return made
 
 
-def example(model: nn.Module) -> Inputs:
-    """One call that the model takes: what its config says, or else by the names of its arguments."""
-    problems = []
-    for make in (lambda: normalise(model, None), lambda: normalise(model, named_inputs(model))):
-        try:
-            inputs = make()
-            with torch.no_grad():
-                call(shared_copy(model), inputs)
-            return inputs
-        except Exception as error:
-            problems.append(f"{type(error).__name__}: {error}")
-    raise ValueError(" | ".join(problems))
-
-
-def named_inputs(model: nn.Module) -> dict[str, Any]:
-    """Arguments for the names that the forward takes without a default, and for its main input."""
-    config: Any = model.config
-    text = config.get_text_config()
-    parameters = inspect.signature(model.forward).parameters
-    needed = {name for name, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    needed |= {str(model.main_input_name)} & parameters.keys()
-    needed |= {"decoder_input_ids", "bbox"} & parameters.keys()
-    vision = getattr(config, "vision_config", None) or config
-    size = getattr(vision, "image_size", 32)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    channels = getattr(vision, "num_channels", 3)
-    tokens = torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) * 7 % (getattr(text, "vocab_size", 100) - 4) + 4
-    mels = getattr(config, "num_mel_bins", None) or getattr(config, "feature_size", 80)
-    made: dict[str, Any] = {}
-    for name in needed:
-        if name in ("input_ids", "decoder_input_ids"):
-            made[name] = tokens
-        elif name in ("pixel_values", "images"):
-            made[name] = torch.randn(BATCH, channels, height, width)
-        elif name == "pixel_values_videos":
-            made[name] = torch.randn(BATCH, getattr(config, "num_frames", 4), channels, height, width)
-        elif name == "input_features":
-            made[name] = torch.randn(BATCH, 32, mels)
-        elif name in ("input_values", "input_audio", "waveform"):
-            made[name] = torch.randn(BATCH, 2000)
-        elif name == "bbox":
-            made[name] = torch.zeros(BATCH, LENGTH, 4, dtype=torch.long)
-        elif name == "inputs_embeds":
-            made[name] = torch.randn(BATCH, LENGTH, text.hidden_size)
-        else:
-            raise ValueError(f"no example for {name!r}")
-    return made
-
-
 def measure(name: str, model: str) -> dict[str, Any]:
     """The row of one architecture."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     row: dict[str, Any] = {"name": name, "model": model}
     try:
-        original = build(name, model)
-        inputs = example(original)
+        original, inputs = build(name, model)
     except Exception as error:
-        return row | {"status": "not built", "reason": f"{type(error).__name__}: {error}"[:300]}
+        return row | {"status": "not built", "reason": str(error)[:600]}
     row["live"] = _timed(lambda: live(original, inputs))
     if row["live"]["status"] == "not traced" and "input_ids" in inputs.kwargs:
         # Some make the mask themselves unless they are traced.
@@ -227,7 +203,7 @@ def _timed(run: Any) -> dict[str, Any]:
         result = run()
     except ac.RefusedError as error:
         kind = "refused by verification" if isinstance(error, ac.VerificationError) else "refused"
-        result = {"status": kind, "reason": str(error)[:600]}
+        result = {"status": kind, "reason": str(error)[:2000]}
     except ac.CaptureError as error:
         result = {"status": "not traced", "reason": str(error)[:900]}
     except Exception as error:
@@ -284,7 +260,9 @@ def write(found: list[dict[str, Any]]) -> None:
     unbuilt = "\n".join(
         f"- {row['name']}: {short(row['reason'])}" for row in found if row["status"] in ("not built", "time limit")
     )
-    TABLE.write_text(HEADER + summary + COLUMNS + "\n".join(lines) + UNBUILT + unbuilt + "\n")
+    TABLE.write_text(
+        HEADER + summary + COVERAGE + coverage(found) + COLUMNS + "\n".join(lines) + UNBUILT + unbuilt + "\n"
+    )
     RECORD.write_text(json.dumps({"counts": counts, "rows": found}, indent=0) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Model to fx graph: torch.export, Dynamo where that fails, symbolic tracing last."""
+"""Model to fx graph: torch.export, Dynamo where that fails, then symbolic tracing, at last a run on the inputs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
@@ -29,7 +30,7 @@ class Captured:
         module: the graph.
         inputs: a value per placeholder: parameters, buffers and the example inputs.
         front_end: what traced it.
-        program: the exported program that it belongs to, None for a symbolic trace.
+        program: the exported program that it belongs to, None for what the last two made.
     """
 
     module: fx.GraphModule
@@ -48,6 +49,7 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
         ("torch.export", lambda m, i: _export(m, i, strict=False)),
         ("Dynamo", lambda m, i: _export(m, i, strict=True)),
         ("symbolic trace", _symbolic_trace),
+        ("a run", _run),
     )
     failures = []
     for name, trace in front_ends:
@@ -91,7 +93,8 @@ def from_graph(module: fx.GraphModule, inputs: Inputs) -> Captured:
         name = str(node.target)
         values.append(inputs.kwargs.get(name, inputs.kwargs.get(re.sub(r"_\d+$", "", name), default)))
     if any("val" not in node.meta for node in module.graph.nodes if node.op not in ("output", "get_attr")):
-        with _quiet():
+        # Shapes are wanted, no gradients: what autograd forbids (`out=`) is for its user to run without them.
+        with _quiet(), torch.no_grad():
             FakeTensorProp(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*values)
     return Captured(module, values, "fx graph", None)
 
@@ -115,6 +118,28 @@ def _symbolic_trace(model: nn.Module, inputs: Inputs) -> Captured:
     graph = tracer.trace(model, concrete_args=concrete or None)
     module = fx.GraphModule(model, graph, type(model).__name__)
     return from_graph(module, inputs)
+
+
+def _run(model: nn.Module, inputs: Inputs) -> Captured:
+    """Follow one run on the example inputs, through what depends on their values (experts, early exits, ``item``).
+
+    Other inputs may take other branches. A live stream does not mind: what the plan has no row for reads the sum.
+    """
+    leaves, spec = pytree.tree_flatten(inputs.fresh())
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def forward(*tensors: torch.Tensor) -> list[Any]:
+        for i, tensor in zip(places, tensors, strict=True):
+            leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return pytree.tree_leaves(model(*args, **kwargs))
+
+    forward._orig_mod = model  # type: ignore[attr-defined] # whose module stack is recorded
+    values = [leaves[i] for i in places]
+    follow = make_fx(forward, pre_dispatch=True, record_module_stack=True, _error_on_data_dependent_ops=False)
+    with torch.no_grad(), torch.random.fork_rng():
+        module = follow(*values)
+    return Captured(module, values, "", None)
 
 
 @contextlib.contextmanager

@@ -45,15 +45,17 @@ def sources(module: fx.GraphModule, sums: Sums) -> dict[fx.Node, Source]:
 
 def upstream(chain: ResidualChain, module: fx.GraphModule) -> tuple[fx.Node, Source] | None:
     """For a source made beside the first add: the module output that it is a sum or a scaled form of, if any."""
-    path = [chain.source]
-    for _ in range(8):
-        previous = _upstream(path[-1], module)
-        if previous is None:
-            return None
-        path.append(previous)
-        crossing = _crossing(path[-1:], _nodes.calls(chain.pushes[0].node))
+    crossing = _crossing_before(chain.source, _nodes.calls(chain.pushes[0].node), module, depth=8)
+    return None if crossing is None else (crossing[0], Source(feature_axis(crossing[0], module), crossing[1]))
+
+
+def _crossing_before(
+    node: fx.Node, inside: tuple[_nodes.Call, ...], module: fx.GraphModule, depth: int
+) -> tuple[fx.Node, Start] | None:
+    for previous in _upstream(node, module) if depth else []:
+        crossing = _crossing([previous], inside) or _crossing_before(previous, inside, module, depth - 1)
         if crossing is not None:
-            return crossing[0], Source(feature_axis(crossing[0], module), crossing[1])
+            return crossing
     return None
 
 
@@ -100,16 +102,16 @@ def sees(start: Start, user: fx.Node) -> bool:
     return start.call not in [call.key for call in _nodes.calls(user)]
 
 
-def _upstream(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:
+def _upstream(node: fx.Node, module: fx.GraphModule) -> list[fx.Node]:
     if (source := carried_input(node, module)) is not None:
-        return source
+        return [source]
     if node.op not in ("call_function", "call_method"):
-        return None
+        return []
     addition = as_addition(_nodes.name_of(node, module), node.args, node.kwargs)
     if addition is None or addition.product is not None:
-        return None
+        return []
     operands = [o for o in (addition.skip, addition.branch) if isinstance(o, fx.Node) and o.op != "get_attr"]
-    return next((o for o in operands if _nodes.shape(o) == _nodes.shape(node) and _nodes.calls(o)), None)
+    return [o for o in operands if _nodes.shape(o) == _nodes.shape(node) and _nodes.calls(o)]
 
 
 def feature_axis(source: fx.Node, module: fx.GraphModule) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from attnres_compile import transform
 from attnres_compile.capture import trace
 from attnres_compile.capture.inputs import Inputs
 from attnres_compile.capture.trace import Captured, capture, from_graph, from_program
@@ -93,6 +94,7 @@ def test_every_front_end_is_in_the_message(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(trace, "_export", export)
     monkeypatch.setattr(trace, "_symbolic_trace", fails("proxies cannot do this"))
+    monkeypatch.setattr(trace, "_run", fails("nor can a run"))
     with pytest.raises(CaptureError) as caught:
         capture(Net(), INPUTS)
     assert isinstance(caught.value, AttnResError)
@@ -101,19 +103,61 @@ def test_every_front_end_is_in_the_message(monkeypatch: pytest.MonkeyPatch) -> N
         "  torch.export: TypeError: strict is False second line third line",
         "  Dynamo: TypeError: strict is True second line third line",
         "  symbolic trace: ValueError: proxies cannot do this",
+        "  a run: ValueError: nor can a run",
     ]
 
 
-def test_a_model_that_nothing_traces() -> None:
-    class Values(Net):
-        def middle(self, x: Tensor) -> Tensor:
-            return super().middle(x) if float(x.sum()) > 0 else x
+class Experts(nn.Module):
+    """A layer whose experts are called for the tokens that chose them."""
 
-    with pytest.raises(CaptureError) as caught:
-        capture(Values(), INPUTS)
-    text = str(caught.value)
-    assert [text.count(name) for name in ("  torch.export: ", "  Dynamo: ", "  symbolic trace: ")] == [1, 1, 1]
-    assert "Values could not be traced" in text
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.mix, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norms[0](x))
+        h = self.norms[1](x)
+        chosen, branch = self.router(h).argmax(-1), torch.zeros_like(h)
+        for expert in chosen.unique().tolist():
+            tokens = torch.where(chosen == expert)
+            branch[tokens] = self.experts[expert](h[tokens])
+        return x + branch
+
+
+class Dispatching(nn.Module):
+    """Such layers, and an exit that depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+
+    def forward(self, x: Tensor, *, double: bool = False) -> dict[str, Tensor | None]:
+        x = self.embedding(x)
+        for layer in self.layers:
+            if float(x.detach().abs().max()) < 1e9:
+                x = layer(x)
+        return {"x": self.norm(x) * (2 if double else 1), "nothing": None}
+
+
+def test_a_run_follows_what_depends_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_export", fails("quicker so"))
+    torch.manual_seed(0)
+    model, x = Dispatching().eval(), example(2, 5, WIDTH)
+    generator = torch.get_rng_state()
+    captured = capture(model, Inputs((x,), {"double": True}))
+    assert (captured.front_end, captured.program) == ("a run", None)
+    assert torch.equal(torch.get_rng_state(), generator)
+    found, _ = captured.module(*captured.inputs)
+    assert_close(found, model(x, double=True)["x"])
+    add = next(node for node in captured.module.graph.nodes if str(node.target).startswith("aten.add."))
+    assert [path for path, _ in add.meta["nn_module_stack"].values()][-1] == "layers.0"
+    assert "test_trace.py" in add.meta["stack_trace"]
+    report: Any = transform(model, x, num_blocks=3).attnres_report
+    assert [chain.adds for chain in report.chains] == [6]
+    assert all(check.passed for check in report.checks)
 
 
 class Stateful(Net):

@@ -100,4 +100,9 @@ FOUND: dict[str, tuple[Program, dict[Route, str]]] = {
         ),
         {"graph": "equal", "live": "equal"},
     ),
+    # Autograd forbids it whatever is done to the graph.
+    "written into by `out=`": (
+        Program(body(*two(0), ("add into", 4, 3))),
+        {"graph": "no program", "live": "no program"},
+    ),
 }

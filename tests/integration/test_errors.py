@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import attnres_compile as ac
+from attnres_compile.capture import trace
 from tests import own_models
 from tests.integration.models import (
     QUERY,
@@ -42,7 +43,7 @@ class Random(Net):
 
 
 class Branching(Net):
-    """The path depends on values, which no front end can follow."""
+    """The path depends on values, which only a run can follow."""
 
     def middle(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -164,10 +165,15 @@ def test_refused(name: str) -> None:
     model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
-def test_a_model_that_no_front_end_can_trace() -> None:
+def test_a_model_that_no_front_end_can_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise TypeError("not followed")
+
+    monkeypatch.setattr(trace, "_run", fails)
     model = seeded(Branching)
     before = snapshot(model)
-    with pytest.raises(ac.CaptureError, match=r"(?s)Branching could not be traced.*torch.export.*Dynamo.*symbolic"):
+    words = r"(?s)Branching could not be traced.*torch.export.*Dynamo.*symbolic.*a run: TypeError: not followed"
+    with pytest.raises(ac.CaptureError, match=words):
         ac.transform(model, X, inplace=True)
     assert snapshot(model) == before
 

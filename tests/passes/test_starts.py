@@ -1,11 +1,13 @@
 """Where a stream starts: which module its source enters or leaves, and which axis holds the features."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from attnres_compile import transform
 from attnres_compile.chains import Start
 from attnres_compile.passes import residual_sums, starts
 from attnres_compile.passes.detect_chains import detect
@@ -124,6 +126,30 @@ def test_chain_within_a_layer(graph: Graph) -> None:
     assert first.start == Start("layers.0.project", "output", SHAPE)
     assert second.start == Start("layers.2.project", "output", SHAPE)
     assert (first.container, second.container) == ("layers.0", "layers.2")
+
+
+class Pooled(Block):
+    """A stage's first layer: its skip is a function of what the branch reads, and no ancestor of the branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return super().forward(x.sigmoid() + self.mix(x))
+
+
+@either
+def test_sum_of_a_function_and_an_output(graph: Graph) -> None:
+    """The source is made beside the first add: the term that a module made is the source."""
+    model = Net(Pooled(), Block())
+    chain = detect(graph(model))[0][-1]
+    assert chain.start == Start("layers.0.mix", "output", SHAPE)
+    assert len(chain.pushes) == 5
+    report: Any = transform(model, example(), block_size=2).attnres_report
+    assert [found.adds for found in report.chains] == [5]
+    assert all(check.passed for check in report.checks)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""The core of the tests on other versions of PyTorch and transformers, each in an environment of its own.
+
+Run ``python benchmarks/versions.py`` (``make versions``) from the repository root. Environments are made under
+``.venv-versions`` and kept; a pair that has a result is not run again unless it is named, such as ``2.12 5.24``.
+Results go to ``benchmarks/versions.json`` and ``docs/versions.md``; the exit status is 1 when a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / ".venv-versions"
+RECORD, TABLE = ROOT / "benchmarks" / "versions.json", ROOT / "docs" / "versions.md"
+# torch, transformers
+PAIRS = (("2.11", "5.24"), ("2.12", "5.24"), ("2.13", "5.24"), ("2.14.1", "5.24"), ("2.13", "5.0"))
+# These follow from the versions under test.
+FREE = ("torch", "triton", "transformers", "tokenizers", "huggingface-hub", "hf-xet", "accelerate", "peft", "typer")
+NEEDED = ("pytest", "pytest-timeout", "hypothesis", "accelerate", "peft")
+TESTS = (
+    *(f"tests/test_{name}.py" for name in ("arithmetic", "stream", "interface", "interface_reads", "oracle_b")),
+    *(f"tests/test_{name}.py" for name in ("attach", "placement", "graphs", "verification", "zoo_transform")),
+    *(f"tests/{name}" for name in ("passes", "capture")),
+    *(f"tests/integration/test_{name}.py" for name in ("compile_export", "generate")),
+)
+HEADER = """# Versions
+
+The core of the tests (the stream and its arithmetic, both routes, every pass, captures, `torch.compile` and
+`torch.export` of transformed models, `generate`, seven architectures of the zoo) in an environment for each pair of
+versions, on {where}. Warnings of other libraries are no failures here. Written by `make versions`; the whole suite runs
+on PyTorch {pinned}.
+
+| PyTorch | transformers | passed | failed | seconds |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def environment(torch: str, transformers: str) -> Path:
+    """The Python of an environment with these versions, made if there is none."""
+    folder = FOLDER / f"torch-{torch}-transformers-{transformers}"
+    python, done = folder / "bin" / "python", folder / ".done"
+    if done.exists():
+        return python
+    venv.create(folder, with_pip=True, clear=True)
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(line for line in pinned if line.partition("==")[0] not in FREE))
+    install = [str(python), "-m", "pip", "install", "--quiet"]
+    for wanted in (
+        [exact("torch", torch)],
+        ["-c", str(constraints), exact("transformers", transformers), *NEEDED, "-e", str(ROOT)],
+    ):
+        subprocess.run([*install, *wanted], check=True)
+    done.touch()
+    return python
+
+
+def exact(package: str, version: str) -> str:
+    """A requirement: ``2.11`` is any patch of it."""
+    return f"{package}=={version}" if version.count(".") > 1 else f"{package}=={version}.*"
+
+
+def run(torch: str, transformers: str) -> dict[str, Any]:
+    """The result of one pair."""
+    try:
+        python = environment(torch, transformers)
+    except subprocess.CalledProcessError as error:
+        return {"asked": [torch, transformers], "failed": ["the environment could not be made"], "why": str(error)}
+    code = "import torch, transformers; print(torch.__version__, transformers.__version__)"
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "env": {**os.environ, **offline}}
+    found = subprocess.run([python, "-c", code], check=True, **options).stdout.split()
+    pytest = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        "-o",
+        "filterwarnings=default",
+        "-W",
+        "ignore",
+        "-rf",
+    ]
+    output = subprocess.run([*pytest, *TESTS], check=False, **options).stdout
+    (FOLDER / f"torch-{torch}-transformers-{transformers}.log").write_text(output)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?)", output[-300:])}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    seconds = re.search(r"in (\d+)\.\d+s", output[-300:])
+    return {
+        "asked": [torch, transformers],
+        "torch": found[0],
+        "transformers": found[1],
+        "passed": counts.get("passed", 0),
+        "failed": failed or ([] if counts.get("passed") else [output[-300:]]),
+        "seconds": int(seconds.group(1)) if seconds else None,
+    }
+
+
+def main() -> int:
+    """Run what has no result yet, then write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pair", nargs="*", help="versions of torch and of transformers: run these again")
+    parser.add_argument("--limit", type=int, default=len(PAIRS), help="pairs in this run")
+    options = parser.parse_args()
+    results = {tuple(row["asked"]): row for row in json.loads(RECORD.read_text())} if RECORD.exists() else {}
+    wanted = [tuple(options.pair)] if options.pair else [pair for pair in PAIRS if pair not in results]
+    for pair in track(wanted[: options.limit], "versions"):
+        results[pair] = run(*pair)
+        write([results[pair] for pair in PAIRS if pair in results])
+    return int(any(row["failed"] for row in results.values()))
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """The results as JSON and as a table."""
+    RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+    lines = [
+        f"| {row.get('torch', row['asked'][0])} | {row.get('transformers', row['asked'][1])} | {row.get('passed', 0)} "
+        f"| {', '.join(row['failed']) or 0} | {row.get('seconds', '')} |"
+        for row in rows
+    ]
+    where = f"{platform.system()} {platform.machine()}, Python {sys.version_info[0]}.{sys.version_info[1]}"
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    TABLE.write_text(HEADER.format(where=where, pinned=pinned.group(1)) + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
