@@ -40,6 +40,7 @@ NO_ADD = (
     "they are concatenated, or mixed by matrices)"
 )
 UNUSED = "nothing that reads the stream reaches the output"
+DETACHED = "what reads the stream reaches the output through `detach` only, and its queries would get no gradient"
 GATED = (
     "the skip is multiplied by a tensor (a gate, or one weight per feature) before the add, and only a single number "
     "is carried as a coefficient of the stream"
@@ -66,12 +67,12 @@ class DetectChains:
     def __call__(self, subject: Subject) -> bool:
         """Find the chains and the refused candidates; True when there are others than before."""
         before = ([(chain.source, len(chain.pushes)) for chain in subject.chains], subject.refusals)
-        used = _reaching(subject.module)
+        used, trained = _reaching(subject.module), _reaching(subject.module, detached=False)
 
         def why_not(chain: ResidualChain) -> str | None:
             reason = None if used & _readers(chain) else UNUSED
             if self.live:
-                reason = reason or _no_start(chain, subject.module)
+                reason = reason or (None if trained & _readers(chain) else DETACHED) or _no_start(chain, subject.module)
             return reason if subject.config.preserve else reason or _not_scale_invariant(chain, subject.module)
 
         chains, refusals = detect(subject.module, live=self.live, outermost=self.outermost, why_not=why_not)
@@ -81,11 +82,14 @@ class DetectChains:
         return True
 
 
-def _reaching(module: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that an output, or a change in place, depends on."""
+def _reaching(module: fx.GraphModule, *, detached: bool = True) -> set[fx.Node]:
+    """The nodes that an output, or a change in place, depends on; not ``detached``: with a gradient."""
     found: set[fx.Node] = set()
     for node in reversed(module.graph.nodes):
         name = _nodes.name_of(node, module)
+        if name == "detach" and not detached:
+            found.discard(node)
+            continue
         if node in found or node.op == "output" or node.is_impure() or name.endswith("_") or name == "setitem":
             found.update((node, *node.all_input_nodes))
     return found

@@ -100,6 +100,11 @@ FOUND: dict[str, tuple[Program, dict[Route, str]]] = {
         ),
         {"graph": "equal", "live": "equal"},
     ),
+    # Exact, and no query would ever learn.
+    "read through `detach` only": (
+        Program(body(("linear module", 0), *two(1), ("detach", 5))),
+        {"graph": "equal", "live": "no chain: what reads the stream reaches the output through `detach` only"},
+    ),
     # Autograd forbids it whatever is done to the graph.
     "written into by `out=`": (
         Program(body(*two(0), ("add into", 4, 3))),

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, fx, nn
 
 from attnres_compile.chains import Refusal, ResidualChain, Start
-from attnres_compile.passes.detect_chains import NO_BOUNDARY, DetectChains
+from attnres_compile.passes.detect_chains import DETACHED, NO_BOUNDARY, DetectChains
 from tests.passes import models
 from tests.passes.models import WIDTH, Net
 from tests.passes.tracing import example, exported, listing, structure, subject, traced
@@ -236,6 +236,18 @@ def test_a_graph_without_residual_adds_has_its_reason() -> None:
     (refusal,) = found.refusals
     assert "no residual add" in refusal.reason
     assert not DetectChains()(found)
+
+
+def test_a_live_stream_that_gets_no_gradient_is_refused() -> None:
+    class Detached(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    for live in (False, True):
+        found = subject(traced(Detached()))
+        DetectChains(live=live)(found)
+        assert bool(found.chains) != live
+        assert [refusal.reason for refusal in found.refusals] == [DETACHED] * live
 
 
 def test_a_stream_that_nothing_depends_on_is_refused() -> None:
