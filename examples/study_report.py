@@ -36,12 +36,12 @@ def report(folder: Path) -> None:
     add("dynamics", figures.dynamics(chains, "Dynamics"), caption)
     for i, (label, chain) in enumerate(item for item in chains.items() if item[0] != RESIDUAL):
         add(f"weights-{i}", figures.weights(chain, label), f"What each read attends to: {label}.")
-    deepest = next(chain for label, chain in reversed(chains.items()) if label != RESIDUAL)
-    matrices = {**mixing.examples(len(deepest.sublayers)), "AttnRes, trained": deepest.mixing()}
-    ends = list(itertools.accumulate(deepest.block_sizes))[:-1]
-    lines = ends if len(ends) + 1 < len(deepest.sublayers) else ()
+    trained = {label: chain for label, chain in reversed(chains.items()) if label != RESIDUAL}
+    last = list(trained.values())[-1]
+    matrices = {**mixing.examples(len(last.sublayers)), **{label: chain.mixing() for label, chain in trained.items()}}
+    ends = list(itertools.accumulate(last.block_sizes))[:-1]
     caption = "Depth mixing: AttnRes as trained; the other forms have made-up weights and show their structure alone."
-    add("mixing", figures.mixing(matrices, lines, "Depth mixing"), caption)
+    add("mixing", figures.mixing(matrices, ends, "Depth mixing"), caption)
     sweep = {entry["run"]["block_size"]: entry for entry in main if entry["run"]["seed"] == 0}
     if len(sweep) > 3:
         add("block-size", block_sizes(sweep), "Held-out loss by the size of a block, one seed.")
