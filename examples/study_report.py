@@ -14,7 +14,7 @@ from attnres_compile.analysis import ChainMeasure, ReadMeasure, SublayerMeasure,
 from attnres_compile.analysis.page import write_page
 
 Found = dict[str, Any]
-RESIDUAL = "residual"
+RESIDUAL, FULL = "residual", "Full AttnRes"
 
 
 def report(folder: Path) -> None:
@@ -26,7 +26,7 @@ def report(folder: Path) -> None:
     tuned = [entry for entry in every_rate if entry["label"] == RESIDUAL and entry["run"]["seed"] == 0]
     lr = min(tuned, key=total)["run"]["lr"]
     main = [entry for entry in every_rate if entry["run"]["lr"] == lr]
-    compared = [label for label, group in by_label(main) if len(group) == most_seeds(main)]
+    compared = [label for label, group in by_label(main) if len(group) >= min(2, most_seeds(main)) or label == FULL]
     chains = {label: chain_of(group[0]) for label, group in by_label(main) if label in compared}
     pictures: dict[Path, str] = {}
 
@@ -35,10 +35,10 @@ def report(folder: Path) -> None:
         pictures[folder / f"{name}.png"] = caption
 
     add("curves", curves(main, compared), "Held-out loss while training: mean over seeds, and from least to largest.")
-    caption = "Magnitudes and gradients over depth, after training, on held-out code."
+    caption = "Magnitudes and gradients over depth, after training, on held-out code, seed 0."
     add("dynamics", figures.dynamics(chains, "Dynamics"), caption)
     for i, (label, chain) in enumerate(item for item in chains.items() if item[0] != RESIDUAL):
-        add(f"weights-{i}", figures.weights(chain, label), f"What each read attends to: {label}.")
+        add(f"weights-{i}", figures.weights(chain, label), f"What each read attends to: {label}, seed 0.")
     matrices = {label: chain.mixing() for label, chain in reversed(chains.items()) if label != RESIDUAL}
     if matrices:
         last = chains[[*matrices][-1]]
@@ -82,8 +82,9 @@ def settings(run: Found, tuned: list[Found]) -> list[str]:
     return [
         f"{run['layers']} layers ({2 * run['layers']} sublayers) of width {run['width']}, bytes of Python's library",
         f"and documentation, {run['steps']} steps of {run['batch']} × {run['length']} bytes ({tokens:,} in all),",
-        f"AdamW at {run['lr']:g}, the best of the rates tried for the standard stream ({rates}). Losses are nats per",
-        "byte on held-out files and topics. The same seed gives the same initial weights and the same batches.",
+        f"AdamW at {run['lr']:g}, the best of the rates tried for the standard stream",
+        f"({rates}).",
+        "Losses are nats per byte on held-out files and topics; the same seed gives the same initial weights and batches.",
     ]
 
 
@@ -128,6 +129,10 @@ def depth_table(found: list[Found]) -> list[str]:
     return [*lines, "", "Root mean squares per sublayer; the one block of the standard stream is the stream itself."]
 
 
+def seeds(group: list[Found]) -> str:
+    return f"{len(group)} seeds" if len(group) > 1 else "1 seed"
+
+
 def spread(values: list[float], form: str = ".4f") -> str:
     mean = format(statistics.mean(values), form)
     return mean if len(values) < 2 else f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}"
@@ -140,7 +145,7 @@ def curves(main: list[Found], compared: list[str]) -> Figure:
         steps = [point["step"] for point in group[0]["curve"]]
         losses = list(zip(*([(p["code"] + p["prose"]) / 2 for p in entry["curve"]] for entry in group), strict=True))
         colour, means = figures.COLOURS[i], list(map(statistics.mean, losses))
-        axes.plot(steps, means, color=colour, marker=figures.MARKS[i], label=label)
+        axes.plot(steps, means, color=colour, marker=figures.MARKS[i], label=f"{label} ({seeds(group)})")
         axes.fill_between(steps, list(map(min, losses)), list(map(max, losses)), color=colour, alpha=0.2)
     axes.set_xlabel("steps")
     axes.set_ylabel("held-out loss (nats per byte)")
