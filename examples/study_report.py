@@ -14,7 +14,7 @@ from attnres_compile.analysis import ChainMeasure, ReadMeasure, SublayerMeasure,
 from attnres_compile.analysis.page import write_page
 
 Found = dict[str, Any]
-RESIDUAL, FULL = "residual", "Full AttnRes"
+RESIDUAL = "residual"
 
 
 def report(folder: Path) -> None:
@@ -26,7 +26,9 @@ def report(folder: Path) -> None:
     tuned = [entry for entry in every_rate if entry["label"] == RESIDUAL and entry["run"]["seed"] == 0]
     lr = min(tuned, key=total)["run"]["lr"]
     main = [entry for entry in every_rate if entry["run"]["lr"] == lr]
-    compared = [label for label, group in by_label(main) if len(group) >= min(2, most_seeds(main)) or label == FULL]
+    # Those with the most seeds, as many as a picture can hold.
+    most = sorted(by_label(main), key=lambda item: -len(item[1]))[:4]
+    compared = [label for label, _ in most]
     chains = {label: chain_of(group[0]) for label, group in by_label(main) if label in compared}
     pictures: dict[Path, str] = {}
 
@@ -67,10 +69,6 @@ def by_label(found: list[Found]) -> list[tuple[str, list[Found]]]:
     return [(label, list(group)) for label, group in itertools.groupby(ordered, key=lambda entry: entry["label"])]
 
 
-def most_seeds(found: list[Found]) -> int:
-    return max(len(group) for _, group in by_label(found))
-
-
 def total(entry: Found) -> float:
     """Held-out nats per byte, code and prose alike."""
     return statistics.mean(entry["held_out"].values())
@@ -84,7 +82,7 @@ def settings(run: Found, tuned: list[Found]) -> list[str]:
         f"and documentation, {run['steps']} steps of {run['batch']} × {run['length']} bytes ({tokens:,} in all),",
         f"AdamW at {run['lr']:g}, the best of the rates tried for the standard stream",
         f"({rates}).",
-        "Losses are nats per byte on held-out files and topics; the same seed gives the same initial weights and batches.",
+        "Losses are nats per byte on held-out files and topics; a seed gives the same initial weights and batches to all.",
     ]
 
 
