@@ -82,7 +82,7 @@ def settings(run: Found, tuned: list[Found]) -> list[str]:
         f"and documentation, {run['steps']} steps of {run['batch']} × {run['length']} bytes ({tokens:,} in all),",
         f"AdamW at {run['lr']:g}, the best of the rates tried for the standard stream",
         f"({rates}).",
-        "Losses are nats per byte on held-out files and topics; a seed gives the same initial weights and batches to all.",
+        "Losses are nats per byte on held-out files and topics; a seed gives the same weights and batches to all.",
     ]
 
 
