@@ -38,7 +38,7 @@ class Run:
 
     kind: str
     seed: int
-    steps: int = 60
+    steps: int = 20
     batch: int = 2
     length: int = 128
     lr: float = 2e-5
@@ -73,7 +73,7 @@ def optimizer_of(run: Run, model: nn.Module) -> torch.optim.Optimizer:
     groups: Any = model.parameters()
     if run.kind != "original":
         groups = ac.optimizer_groups(model, weight_decay=0.0, lr=run.lr, read_lr=run.read_lr)
-    return torch.optim.AdamW(groups, lr=run.lr, weight_decay=0.0, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=run.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
 
 
 def tokens_of(tokenizer: Any, text: Tensor, length: int) -> Tensor:
@@ -115,6 +115,9 @@ def held_out(model: Any, windows: dict[str, Tensor], batch: int) -> dict[str, fl
 def train(run: Run, results: Path) -> None:
     done = results / f"{run.name}.json"
     if done.exists():
+        found = json.loads(done.read_text())["run"]
+        if found != asdict(run):
+            raise SystemExit(f"{done} is of another training: {found}, not {asdict(run)}; give another --output")
         return
     model, tokenizer = pretrained()
     windows = data(run, tokenizer)
@@ -157,11 +160,12 @@ def check() -> None:
 
 def report(results: Path) -> None:
     found = [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))]
-    print("| trained | seeds | code | prose | change of their mean |\n| --- | --- | --- | --- | --- |")
+    print("| trained | seeds | code, before | code, after | prose, before | prose, after | change of their mean |")
+    print("|" + " --- |" * 7)
     for kind in KINDS:
         runs = [entry["curve"] for entry in found if entry["run"]["kind"] == kind]
         if runs:
-            columns = [spread([curve[-1][name] for curve in runs]) for name in ("code", "prose")]
+            columns = [spread([curve[at][name] for curve in runs]) for name in ("code", "prose") for at in (0, -1)]
             changes = [statistics.mean(curve[-1][n] - curve[0][n] for n in ("code", "prose")) for curve in runs]
             print(f"| {kind} | {len(runs)} | {' | '.join(columns)} | {spread(changes)} |")
 

@@ -20,10 +20,15 @@ RESIDUAL = "residual"
 def report(folder: Path) -> None:
     """Write ``results.md``, the pictures and ``index.html`` from the JSON files under ``runs``."""
     found = [json.loads(file.read_text()) for file in sorted((folder / "runs").glob("*.json"))]
-    main = [entry for entry in found if entry["run"]["width"] == widest(found)]
-    lr = best_rate(main)
-    main = [entry for entry in main if entry["run"]["lr"] == lr]
-    compared = [label for label, group in by_label(main) if len(group) == most_seeds(main)]
+    widest = max(entry["run"]["width"] for entry in found)
+    every_rate = [entry for entry in found if entry["run"]["width"] == widest]
+    # All others were trained at the rate of the standard stream's best run.
+    tuned = [entry for entry in every_rate if entry["label"] == RESIDUAL and entry["run"]["seed"] == 0]
+    lr = min(tuned, key=total)["run"]["lr"]
+    main = [entry for entry in every_rate if entry["run"]["lr"] == lr]
+    # Those with the most seeds, as many as a picture can hold.
+    most = sorted(by_label(main), key=lambda item: -len(item[1]))[:4]
+    compared = [label for label, _ in most]
     chains = {label: chain_of(group[0]) for label, group in by_label(main) if label in compared}
     pictures: dict[Path, str] = {}
 
@@ -32,34 +37,26 @@ def report(folder: Path) -> None:
         pictures[folder / f"{name}.png"] = caption
 
     add("curves", curves(main, compared), "Held-out loss while training: mean over seeds, and from least to largest.")
-    caption = "Magnitudes and gradients over depth, after training, on held-out code."
+    caption = "Magnitudes and gradients over depth, after training, on held-out code, seed 0."
     add("dynamics", figures.dynamics(chains, "Dynamics"), caption)
     for i, (label, chain) in enumerate(item for item in chains.items() if item[0] != RESIDUAL):
-        add(f"weights-{i}", figures.weights(chain, label), f"What each read attends to: {label}.")
-    deepest = next(chain for label, chain in reversed(chains.items()) if label != RESIDUAL)
-    matrices = {**mixing.examples(len(deepest.sublayers)), "AttnRes, trained": deepest.mixing()}
-    ends = list(itertools.accumulate(deepest.block_sizes))[:-1]
-    lines = ends if len(ends) + 1 < len(deepest.sublayers) else ()
-    caption = "Depth mixing: AttnRes as trained; the other forms have made-up weights and show their structure alone."
-    add("mixing", figures.mixing(matrices, lines, "Depth mixing"), caption)
+        add(f"weights-{i}", figures.weights(chain, label), f"What each read attends to: {label}, seed 0.")
+    matrices = {label: chain.mixing() for label, chain in reversed(chains.items()) if label != RESIDUAL}
+    if matrices:
+        last = chains[[*matrices][-1]]
+        ends = list(itertools.accumulate(last.block_sizes))[:-1]
+        shown = {**mixing.examples(len(last.sublayers)), **matrices}
+        caption = "Depth mixing: AttnRes as trained; the other forms have made-up weights, to show their structure."
+        add("mixing", figures.mixing(shown, ends, "Depth mixing"), caption)
     sweep = {entry["run"]["block_size"]: entry for entry in main if entry["run"]["seed"] == 0}
     if len(sweep) > 3:
         add("block-size", block_sizes(sweep), "Held-out loss by the size of a block, one seed.")
     tables = [*table(main, found), "", *depth_table([entry for entry in main if entry["label"] in compared])]
-    text = "\n".join(["# From scratch", "", *settings(main), "", *tables, ""])
+    introduction = settings(main[0]["run"], tuned)
+    text = "\n".join(["# From scratch", "", *introduction, "", *tables, ""])
     (folder / "results.md").write_text(text)
-    write_page(folder / "index.html", "Attention Residuals from scratch", pictures, " ".join(settings(main)))
+    write_page(folder / "index.html", "Attention Residuals from scratch", pictures, " ".join(introduction))
     print(text)
-
-
-def widest(found: list[Found]) -> int:
-    return max(entry["run"]["width"] for entry in found)
-
-
-def best_rate(found: list[Found]) -> float:
-    """That of the standard stream's best run, which all others were trained with."""
-    plain = [entry for entry in found if entry["label"] == RESIDUAL and entry["run"]["seed"] == 0]
-    return float(min(plain, key=total)["run"]["lr"])
 
 
 def by_label(found: list[Found]) -> list[tuple[str, list[Found]]]:
@@ -72,23 +69,20 @@ def by_label(found: list[Found]) -> list[tuple[str, list[Found]]]:
     return [(label, list(group)) for label, group in itertools.groupby(ordered, key=lambda entry: entry["label"])]
 
 
-def most_seeds(found: list[Found]) -> int:
-    return max(len(group) for _, group in by_label(found))
-
-
 def total(entry: Found) -> float:
     """Held-out nats per byte, code and prose alike."""
     return statistics.mean(entry["held_out"].values())
 
 
-def settings(main: list[Found]) -> list[str]:
-    run = main[0]["run"]
+def settings(run: Found, tuned: list[Found]) -> list[str]:
     tokens = run["steps"] * run["batch"] * run["length"]
+    rates = ", ".join(f"{e['run']['lr']:g}: {total(e):.4f}" for e in sorted(tuned, key=lambda e: e["run"]["lr"]))
     return [
         f"{run['layers']} layers ({2 * run['layers']} sublayers) of width {run['width']}, bytes of Python's library",
         f"and documentation, {run['steps']} steps of {run['batch']} × {run['length']} bytes ({tokens:,} in all),",
-        f"AdamW at {run['lr']:g}, the best of the rates tried for the standard stream. Losses are nats per byte on",
-        "held-out files and topics. The same seed gives the same initial weights and the same batches.",
+        f"AdamW at {run['lr']:g}, the best of the rates tried for the standard stream",
+        f"({rates}).",
+        "Losses are nats per byte on held-out files and topics; a seed gives the same weights and batches to all.",
     ]
 
 
@@ -96,7 +90,7 @@ def table(main: list[Found], found: list[Found]) -> list[str]:
     groups = dict(by_label(main))
     plain = {entry["run"]["seed"]: total(entry) for entry in groups[RESIDUAL]}
     seconds = statistics.mean(entry["seconds"] for entry in groups[RESIDUAL])
-    header = ["stream", "seeds", "code", "prose", "mean", "against residual, same seed", "time"]
+    header = ["stream", "seeds", "code", "prose", "mean", "against residual, same seed", "processor time"]
     lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
     for label, group in groups.items():
         differences = [total(entry) - plain[entry["run"]["seed"]] for entry in group if entry["run"]["seed"] in plain]
@@ -133,6 +127,10 @@ def depth_table(found: list[Found]) -> list[str]:
     return [*lines, "", "Root mean squares per sublayer; the one block of the standard stream is the stream itself."]
 
 
+def seeds(group: list[Found]) -> str:
+    return f"{len(group)} seeds" if len(group) > 1 else "1 seed"
+
+
 def spread(values: list[float], form: str = ".4f") -> str:
     mean = format(statistics.mean(values), form)
     return mean if len(values) < 2 else f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}"
@@ -145,7 +143,7 @@ def curves(main: list[Found], compared: list[str]) -> Figure:
         steps = [point["step"] for point in group[0]["curve"]]
         losses = list(zip(*([(p["code"] + p["prose"]) / 2 for p in entry["curve"]] for entry in group), strict=True))
         colour, means = figures.COLOURS[i], list(map(statistics.mean, losses))
-        axes.plot(steps, means, color=colour, marker=figures.MARKS[i], label=label)
+        axes.plot(steps, means, color=colour, marker=figures.MARKS[i], label=f"{label} ({seeds(group)})")
         axes.fill_between(steps, list(map(min, losses)), list(map(max, losses)), color=colour, alpha=0.2)
     axes.set_xlabel("steps")
     axes.set_ylabel("held-out loss (nats per byte)")

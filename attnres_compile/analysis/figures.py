@@ -53,7 +53,8 @@ def weights(chain: ChainMeasure, title: str) -> Any:
     largest = max(weight for read in reads if read is not None for weight in read.weights)
     image = heat.imshow(table, cmap=MAP, vmin=0, vmax=largest, aspect="auto", interpolation="none")
     heat.set_title("depth attention, mean over tokens", fontsize=10)
-    dotted = bool(open_cells) and len(reads) <= LABELS
+    # In Full AttnRes every source is one sublayer, open or not.
+    dotted = bool(open_cells) and blocks < len(reads) <= LABELS
     if dotted:
         columns, rows = zip(*open_cells, strict=True)
         heat.plot(columns, rows, ".", color="white", markeredgecolor="black", markersize=5, linestyle="none")
@@ -75,7 +76,7 @@ def weights(chain: ChainMeasure, title: str) -> Any:
     entropy.plot(uniform, positions, color="#888888", linestyle="--", linewidth=1, label="uniform")
     entropy.set_xlim(left=0)
     entropy.set_xlabel("entropy (nats)")
-    entropy.legend(fontsize=7, loc="upper right", frameon=False)
+    entropy.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)  # the lines fill the axes
     _line(embedding, [math.nan if r is None else r.weights[0] for r in reads], positions, 1, "")
     embedding.set_xlim(0, 1)
     embedding.set_xlabel("attention to\nthe embedding")
@@ -154,7 +155,7 @@ def mixing(matrices: Mapping[str, Tensor], ends: Sequence[int], title: str) -> A
         axes.set_xlabel("source (0: embedding)")
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(integer=True)
-        figure.colorbar(image, ax=axes, orientation="horizontal", fraction=0.06, pad=0.03)
+        figure.colorbar(image, ax=axes, orientation="horizontal", fraction=0.06, pad=0.03, shrink=0.85)
     for end in ends:
         panels[-1].axhline(end - 0.5, **{**BOUNDARY, "zorder": 2})
         panels[-1].axvline(end + 0.5, **{**BOUNDARY, "zorder": 2})

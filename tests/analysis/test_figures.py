@@ -48,6 +48,9 @@ def test_weights(chain: ChainMeasure) -> None:
     assert entropy.lines[0].get_xdata()[0] == pytest.approx(chain.sublayers[0].read.entropy)  # type: ignore[union-attr]
     assert entropy.lines[1].get_xdata()[-1] == pytest.approx(math.log(4))
     assert embedding.get_xlim() == (0, 1)
+    legend = entropy.get_legend()
+    legend.figure.draw_without_rendering()
+    assert not legend.get_window_extent().overlaps(entropy.get_window_extent())
 
 
 def test_dynamics(chain: ChainMeasure) -> None:
@@ -65,7 +68,8 @@ def test_dynamics(chain: ChainMeasure) -> None:
 
 def test_full_attnres_has_no_boundaries(chain: ChainMeasure) -> None:
     (full,) = measure(full_attnres(), example("nanogpt")).chains
-    assert not grey(figures.weights(full, "").axes[0])
+    heat = figures.weights(full, "").axes[0]
+    assert not grey(heat) and not heat.lines and heat.get_xlabel() == "source"
     # beside blocks theirs are drawn
     panels = figures.dynamics({"full": full, "blocks": chain}, "").axes
     assert grey(panels[0]) == [2.5, 4.5]
