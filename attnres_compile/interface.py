@@ -74,7 +74,10 @@ def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
                 source.requires_grad_(*args[1:], **kwargs)
             return args[0]
         raise RefusedError(f"`{name}` changes the residual stream in place{_caller()}; write it out of place")
-    return target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
+    result = target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
+    if args and is_stream(args[0]) and kwargs.get("inplace") is True:
+        args[0].stale = f"by `{name}` with inplace=True{_caller()}"  # what was changed is the read
+    return result
 
 
 def _pushed(addition: Addition) -> Stream | None:

@@ -172,8 +172,12 @@ def test_writing_into_a_stream_is_refused() -> None:
 def test_in_place_activations_leave_the_source() -> None:
     source = random()
     stream = pushed(begun(value=source), 3)
-    assert same(F.relu(stream, inplace=True), F.relu(stream.read()))
+    expected = F.relu(stream.read())
+    assert same(F.relu(stream, inplace=True), expected)
     assert torch.equal(source, random())
+    # The original would have changed the stream itself.
+    with pytest.raises(RefusedError, match="by `relu` with inplace=True"):
+        stream.read()
 
 
 def in_place_add(x: Any) -> Any:

@@ -100,6 +100,11 @@ FOUND: dict[str, tuple[Program, dict[Route, str]]] = {
         ),
         {"graph": "equal", "live": "equal"},
     ),
+    # The activation changes a read of the stream, where the program changes the stream.
+    "changed by an activation in place": (
+        Program(body(("linear module", 0), *two(1), ("relu in place", 5), ("branch of a copy", 5), ("add", 6, 7))),
+        {"graph": "RefusedError: the residual stream was", "live": "RefusedError: the residual stream was"},
+    ),
     # Exact, and no query would ever learn.
     "read through `detach` only": (
         Program(body(("linear module", 0), *two(1), ("detach", 5))),
