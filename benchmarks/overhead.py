@@ -1,9 +1,9 @@
 """What depth attention costs a whole model: transformed over original, in one run.
 
-``python benchmarks/overhead.py`` (an hour on two cores, most of it compilation; words choose cases by their name, e.g.
-``eager``) writes ``overhead.json`` and ``overhead.md`` beside itself. Compiled is ``torch.compile``, of the transformed
-model with ``backend="attnres"``. The two models take turns; a figure is the median of the rounds' ratios. Random
-queries, eight blocks, fp32. Memory is that of PyTorch's CPU allocator.
+``python benchmarks/overhead.py`` (half an hour on two cores, most of it compilation; words choose cases by their name,
+e.g. ``eager``) writes ``overhead.json`` and ``overhead.md`` beside itself. Compiled is ``torch.compile``, of the
+transformed model with ``backend="attnres"``. The two models take turns; a figure is the median of the rounds' ratios.
+Random queries, eight blocks, fp32. Memory is that of PyTorch's CPU allocator.
 """
 
 from __future__ import annotations
