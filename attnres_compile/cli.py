@@ -69,6 +69,7 @@ Precision = Annotated[str, typer.Option("--precision", help="Engines: fp32, fp16
 Targets = Annotated[str | None, typer.Option("--compute-capabilities", help="Engines: GPUs, as 80,86 for 8.0, 8.6.")]
 Batch = Annotated[str | None, typer.Option("--batch", help="Engines: smallest:usual:largest batch; else static.")]
 Length = Annotated[str | None, typer.Option("--length", help="Engines: the same of the sequence's length.")]
+Plugins = Annotated[bool, typer.Option("--plugins", help="Engines of tensorrt: the reads as plugins with kernels.")]
 Opset = Annotated[int, typer.Option("--opset", help="Version of ONNX's operator set.")]
 Runtime = Annotated[str, typer.Option("--target", help="Whose form of the reads: onnxruntime or tensorrt.")]
 Body = Annotated[str | None, typer.Option("--body", help="Form of the functions: unrolled, tied, stacked or matmul.")]
@@ -178,6 +179,7 @@ def export(
     compute_capabilities: Targets = None,
     batch: Batch = None,
     length: Length = None,
+    plugins: Plugins = False,
     verify: Verify = "full",
     num_blocks: NumBlocks = None,
     block_size: BlockSize = None,
@@ -194,8 +196,9 @@ def export(
 ) -> None:
     """Transform a model and write it as ONNX, or as a TensorRT engine; hf: also takes what transform wrote."""
     with _reported(debug):
-        if format == "onnx" and (precision != "fp32" or compute_capabilities or batch or length):
-            raise OptionError("--precision, --compute-capabilities, --batch and --length need --format tensorrt")
+        if format == "onnx" and (precision != "fp32" or compute_capabilities or batch or length or plugins):
+            of_engines = "--precision, --compute-capabilities, --batch, --length and --plugins"
+            raise OptionError(f"{of_engines} need --format tensorrt")
         options = _options(num_blocks, block_size, no_preserve, no_key_norm, eps, chains)
         cli_models.require_writable(path)
         if weights is not None:
@@ -210,7 +213,8 @@ def export(
 
             with _step(f"building {path}"):
                 axes = {"batch": batch, "sequence": length}
-                cli_tensorrt.export(transformed, inputs, path, precision, compute_capabilities, axes, opset, _progress)
+                build: Any = {"precision": precision, "plugins": plugins, "opset_version": opset, "echo": _progress}
+                cli_tensorrt.export(transformed, inputs, path, compute_capabilities, axes, **build)
         elif cache:
             from attnres_compile.exporters.onnx_decoder import export_onnx_decoder
 

@@ -20,11 +20,11 @@ def export(
     model: nn.Module,
     inputs: Any,
     path: Path,
-    precision: str,
     targets: str | None,
     axes: Mapping[str, str | None],
-    opset: int,
+    *,
     echo: Callable[[str], None],
+    **options: Any,
 ) -> None:
     """Build an engine, and say what became of its reads.
 
@@ -32,12 +32,11 @@ def export(
         model: the transformed model.
         inputs: its example inputs.
         path: the engine.
-        precision: fp32, fp16 or bf16.
         targets: compute capabilities, as ``80,86``; None for the exporter's choice.
         axes: ``smallest:usual:largest`` of the axes ``batch`` (the first of all tensors) and ``sequence`` (the second
             of integer tensors); None leaves one static.
-        opset: version of ONNX's operator set.
         echo: takes the lines.
+        **options: further options of ``export_tensorrt``.
     """
     try:
         capabilities = None if targets is None else tuple(int(target) for target in targets.split(","))
@@ -48,11 +47,10 @@ def export(
         model,
         inputs,
         path,
-        precision=precision,
         compute_capabilities=capabilities,
         dynamic_shapes=_shapes(model, inputs, ranges),
-        opset_version=opset,
         echo=echo,
+        **options,
     )
     for read in result.reads:
         echo(

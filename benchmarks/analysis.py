@@ -1,7 +1,8 @@
 """How long the passes take beside the capture, and how they grow with depth.
 
 Run ``python benchmarks/analysis.py`` (about a quarter of an hour on two cores): prints a markdown table and writes JSON
-beside it. Every depth is captured twice: the original, whose graph is analysed, and the transformed model, whose graph
+beside it. A Llama shows the share of the capture, a stack of MLPs, whose capture is quick, the growth to 1,000
+sublayers. Every depth is captured twice: the original, whose graph is analysed, and the transformed model, whose graph
 gets the passes of the backend. Both are short, and medians of several runs on copies of the graph, in the same process.
 """
 
@@ -11,11 +12,12 @@ import copy
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import attnres_compile as ac
 from attnres_compile.capture.inputs import normalise
@@ -24,29 +26,60 @@ from attnres_compile.config import AttnResConfig
 from attnres_compile.passes.base import Pass, Subject, run
 from attnres_compile.passes.pipelines import OPTIMIZE, live
 
-DEPTHS = (12, 48, 96, 192, 500)
 REPEATS = 5
-EXAMPLE = torch.arange(16).reshape(2, 8) + 3
+TOKENS, VECTORS = torch.arange(16).reshape(2, 8) + 3, torch.ones(2, 8, 32)
 
 
-def llama(layers: int) -> nn.Module:
-    """A narrow Llama of this many layers."""
+def llama(sublayers: int) -> nn.Module:
+    """A narrow Llama of half as many layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=97,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=layers,
+        num_hidden_layers=sublayers // 2,
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config)
 
 
-def captured(model: nn.Module) -> tuple[fx.GraphModule, float]:
+class MLP(nn.Module):
+    """A sublayer with its norm and its residual add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class MLPs(nn.Module):
+    """A stack of sublayers, between two projections."""
+
+    def __init__(self, sublayers: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.layers = nn.ModuleList(MLP() for _ in range(sublayers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+CASES: dict[str, tuple[Callable[[int], nn.Module], Tensor, tuple[int, ...]]] = {
+    "Llama": (llama, TOKENS, (24, 96, 192, 384)),
+    "MLPs": (MLPs, VECTORS, (125, 250, 500, 1000)),
+}
+
+
+def captured(model: nn.Module, example: Tensor) -> tuple[fx.GraphModule, float]:
     """The graph of a model, and the seconds that it took."""
-    inputs = normalise(model, EXAMPLE)
+    inputs = normalise(model, example)
     begin = time.perf_counter()
     found = capture(model, inputs)
     return found.module, time.perf_counter() - begin
@@ -63,33 +96,35 @@ def seconds(pipeline: tuple[Pass, ...], module: fx.GraphModule) -> tuple[float, 
     return statistics.median(times), subject
 
 
-def measure(layers: int) -> dict[str, Any]:
+def measure(name: str, sublayers: int) -> dict[str, Any]:
     """Seconds of capture, analysis and passes, and their shares of the capture in per cent."""
-    model = llama(layers)
-    original, original_seconds = captured(model)
+    build, example, _ = CASES[name]
+    model = build(sublayers).eval()
+    original, original_seconds = captured(model, example)
     analysis, subject = seconds(live(outermost=True), original)
-    assert [len(chain.pushes) for chain in subject.chains] == [2 * layers]
-    transformed, transformed_seconds = captured(ac.transform(model, EXAMPLE, verify="off"))
+    assert [len(chain.pushes) for chain in subject.chains] == [sublayers]
+    transformed, transformed_seconds = captured(ac.transform(model, example, verify="off"), example)
     passes, subject = seconds(OPTIMIZE, transformed)
     targets = [node.target for node in subject.module.graph.nodes]
     assert torch.ops.attnres_compile.add_merge_norm.default in targets
     return {
-        "layers": layers,
+        "model": name,
+        "sublayers": sublayers,
         "nodes": len(original.graph.nodes),
         "capture_s": round(original_seconds, 2),
         "analysis_s": round(analysis, 3),
         "analysis_percent": round(100 * analysis / original_seconds, 2),
-        "analysis_ms_per_layer": round(1000 * analysis / layers, 2),
+        "analysis_ms_per_sublayer": round(1000 * analysis / sublayers, 2),
         "passes_s": round(passes, 3),
         "passes_percent": round(100 * passes / transformed_seconds, 2),
-        "passes_ms_per_layer": round(1000 * passes / layers, 2),
+        "passes_ms_per_sublayer": round(1000 * passes / sublayers, 2),
     }
 
 
 def main() -> None:
     """Measure every depth, print the table, write the JSON."""
     torch.set_num_threads(1)
-    rows = [measure(layers) for layers in DEPTHS]
+    rows = [measure(name, sublayers) for name, case in CASES.items() for sublayers in case[-1]]
     print("| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
     for row in rows:
         print("| " + " | ".join(str(value) for value in row.values()) + " |")

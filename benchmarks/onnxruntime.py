@@ -8,8 +8,8 @@ blocks.
 The sessions take turns in random order and share one pool of threads: idle threads of a pool that spin would slow
 down the others. Each turn runs twice, and the second run counts, so that no session finds another's weights in the
 caches. A figure is the median of the rounds' ratios. Two sessions of one file differ by up to a tenth, by their luck
-with memory: huge pages for large blocks make that less, all sessions are made anew several times, and the original in a
-second session says what is left.
+with memory: huge pages for large blocks make that less, all sessions are made anew several times and in random order,
+and the original in a second session says what is left.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def measure(name: str, paths: dict[str, Path]) -> list[dict[str, Any]]:
     feeds = {"input_ids": torch.randint(500, (1, LENGTH)).numpy()}
     rounds = []
     for _ in range(LIVES):
-        sessions = [session(path) for path in paths.values()]
+        made = {name: session(path) for name, path in random.sample(list(paths.items()), len(paths))}
+        sessions = [made[name] for name in paths]
         results = [torch.from_numpy(each.run(None, feeds)[0]) for each in sessions]
         for _ in range(ROUNDS):
             times = [0.0] * len(sessions)
@@ -86,7 +87,7 @@ def measure(name: str, paths: dict[str, Path]) -> list[dict[str, Any]]:
                 sessions[i].run(None, feeds)
                 times[i] = time.perf_counter() - began
             rounds.append(times)
-        del sessions
+        del sessions, made
     base = round(statistics.median(times[0] for times in rounds) * 1e3, 1)
     rows = []
     for i, form in enumerate(list(paths)[1:], 1):

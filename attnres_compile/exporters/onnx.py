@@ -41,6 +41,7 @@ from attnres_compile.exporters.example_call import (
     other_sizes,
     without_names,
 )
+from attnres_compile.exporters.node_types import DOMAIN
 from attnres_compile.exporters.staging import publish, staging_folder
 from attnres_compile.passes._nodes import location
 from attnres_compile.passes.base import Subject, run
@@ -293,7 +294,7 @@ def _add_functions(translated: torch.onnx.ONNXProgram, form: Body) -> dict[str, 
     """Give every type of custom node its function. Returns the number of custom nodes by type."""
     import onnx_ir as ir
 
-    from attnres_compile.exporters.onnx_functions import DOMAIN, function_proto
+    from attnres_compile.exporters.onnx_functions import function_proto
 
     model: ir.Model = translated.model
     bodies: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]

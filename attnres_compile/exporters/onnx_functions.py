@@ -2,8 +2,7 @@
 
 Importing this module needs ``onnx``. Two rules hold for every body, since runtimes break on their violation:
 
-- A function's name carries its numbers of sources and reads, and every input is given: TensorRT's parser looks
-  functions up by name alone, and plugins have fixed signatures.
+- A function is found by its name alone (``node_types``), and every input is given.
 - Formals and internals carry a prefix of their own: a formal named like a tensor of the calling graph would be bound
   to that tensor by TensorRT's parser.
 
@@ -21,18 +20,13 @@ A body has one of four forms, which differ in what a runtime makes of them (docs
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, Final, Literal, get_args
 
 from onnx import AttributeProto, FunctionProto, TensorProto, helper
 
-DOMAIN: Final = "attnres_compile"
-PLUGIN_VERSION: Final = "1"
+from attnres_compile.exporters.node_types import DEPTH_ATTENTION, DOMAIN, INTER_BLOCK, node_type
 
-DEPTH_ATTENTION: Final = "DepthAttentionN"
-INTER_BLOCK: Final = "InterBlockN"
-MERGE: Final = "Merge"
 # In the names of the unrolled nodes that weigh and sum the sources, by which a kernel is known as the one that mixes.
 MIX: Final = "mix"
 
@@ -40,19 +34,8 @@ Form = Literal["unrolled", "tied", "stacked", "matmul"]
 FORMS: Final[tuple[Form, ...]] = get_args(Form)
 
 _DEFAULTS: Final = {"eps": 1e-6, "norm_eps": 1e-6, "scale": 1.0}
-_NORMS: Final = {"rms": "RMSNorm", "layer": "LayerNorm"}
 # The version of the standard operator set that brought RMSNormalization.
 _RMS_NORMALIZATION: Final = 23
-
-
-def inter_block_name(blocks: int, reads: int) -> str:
-    """The type of the node that computes a block's first phase."""
-    return f"{INTER_BLOCK}{blocks}S{reads}"
-
-
-def merge_norm_name(norm: str, *, add: bool) -> str:
-    """The type of the node that is a merge, the norm after it (``"rms"`` or ``"layer"``) and the add before it."""
-    return f"{'Add' if add else ''}{MERGE}{_NORMS[norm]}"
 
 
 def function_proto(name: str, opset: int, form: Form = "matmul") -> FunctionProto:
@@ -82,16 +65,16 @@ def function_proto(name: str, opset: int, form: Form = "matmul") -> FunctionProt
     Raises:
         ValueError: no operator has that name.
     """
-    body = _Body(name, opset, form)
-    if name == MERGE:
+    body, kind = _Body(name, opset, form), node_type(name)
+    if kind is None:
+        raise ValueError(f"no function of domain {DOMAIN} is called {name!r}")
+    if kind.operator == DEPTH_ATTENTION:
+        return _depth_attention(body, kind.sources)
+    if kind.operator == INTER_BLOCK:
+        return _inter_block(body, kind.sources, kind.reads)
+    if kind.norm is None:
         return _merge(body)
-    if found := re.fullmatch(rf"(Add)?{MERGE}({'|'.join(_NORMS.values())})", name):
-        return _merge_norm(body, add=bool(found[1]), centred=found[2] == _NORMS["layer"])
-    if found := re.fullmatch(rf"{DEPTH_ATTENTION}([1-9]\d*)", name):
-        return _depth_attention(body, int(found[1]))
-    if found := re.fullmatch(rf"{INTER_BLOCK}([1-9]\d*)S([1-9]\d*)", name):
-        return _inter_block(body, int(found[1]), int(found[2]))
-    raise ValueError(f"no function of domain {DOMAIN} is called {name!r}")
+    return _merge_norm(body, add=kind.add, centred=kind.norm == "layer")
 
 
 class _Body:

@@ -16,11 +16,11 @@ from onnx.defs import OpSchema
 from onnxscript.function_libs.torch_lib.ops.core import aten_unbind
 from onnxscript.values import Op, Opset
 
-from attnres_compile.exporters.onnx_functions import (
-    DEPTH_ATTENTION,
+from attnres_compile.exporters.node_types import (
     DOMAIN,
     MERGE,
     PLUGIN_VERSION,
+    depth_attention_name,
     inter_block_name,
     merge_norm_name,
 )
@@ -46,7 +46,7 @@ def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]
         return standard.Constant(value=ir.tensor(values, dtype=query.dtype))
 
     def depth_attention(sources: Sequence[Any], query: Any, key_norm: Any, eps: float, scale: float) -> Any:
-        node = _node(f"{DEPTH_ATTENTION}{len(sources)}", [("query", "Q"), ("key_norm", "G")], "v", len(sources))
+        node = _node(depth_attention_name(len(sources)), [("query", "Q"), ("key_norm", "G")], "v", len(sources))
         return node(query, weight(key_norm, query), *sources, eps=eps, scale=scale, **_PLUGIN)
 
     # The separate reads of a first phase by its stacked results, and what stands for a sum of exponentials of 1.

@@ -15,16 +15,26 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from attnres_compile.errors import ExportError, MissingDependencyError, OptionError
+from attnres_compile.exporters.node_types import (
+    DEPTH_ATTENTION,
+    DOMAIN,
+    FORMS,
+    INTER_BLOCK,
+    MERGE,
+    depth_attention_name,
+    inter_block_name,
+    merge_norm_name,
+    node_type,
+)
 
-NAMESPACE: Final = "attnres_compile"
 # Parameters that Triton appends for scratch memory of its own, unused by these kernels.
 _HIDDEN: Final = 2
 _TYPES: Final = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}
-_NORMS: Final = ("MergeRMSNorm", "MergeLayerNorm", "AddMergeRMSNorm", "AddMergeLayerNorm")
 _USUAL: Final = (
-    *("Merge", *_NORMS),
-    *(f"DepthAttentionN{n}" for n in range(1, 34)),
-    *(f"InterBlockN{n}S{s}" for n in range(1, 34) for s in range(1, 9)),
+    MERGE,
+    *(merge_norm_name(norm, add=add) for add in (False, True) for norm in ("rms", "layer")),
+    *(depth_attention_name(n) for n in range(1, 34)),
+    *(inter_block_name(n, s) for n in range(1, 34) for s in range(1, 9)),
 )
 # TensorRT's registry is one a process, and refuses a name that it has.
 _registered: set[str] = set()
@@ -138,7 +148,7 @@ class _Plugin:
 
     def register(self, trtp: Any) -> None:
         """Register it. TensorRT reads the signatures of the functions that it is given."""
-        identity, desc = f"{NAMESPACE}::{self.name}", trtp.TensorDesc
+        identity, desc = f"{DOMAIN}::{self.name}", trtp.TensorDesc
         result = desc if self.outputs == 1 else tuple[(desc,) * self.outputs]  # type: ignore[misc]
 
         def describe(*inputs: Any, **attributes: float) -> Any:
@@ -171,17 +181,14 @@ def _sign(function: Callable[..., Any], parameters: Mapping[str, Any], result: A
 
 def _plugin(trtp: Any, name: str) -> _Plugin:
     """The plugin of a type of node."""
-    if found := re.fullmatch(r"DepthAttentionN([1-9]\d*)", name):
-        return _depth_attention(trtp, int(found[1]))
-    if found := re.fullmatch(r"InterBlockN([1-9]\d*)S([1-9]\d*)", name):
-        return _inter_block(trtp, int(found[1]), int(found[2]))
-    if name == "Merge":
-        return _merge(trtp)
-    if name in _NORMS:
-        return _merge_norm(trtp, name)
-    raise OptionError(
-        f"no plugin is called {name!r}; there are DepthAttentionN<n>, InterBlockN<n>S<s>, Merge and {', '.join(_NORMS)}"
-    )
+    kind = node_type(name)
+    if kind is None:
+        raise OptionError(f"no plugin is called {name!r}; there are {FORMS}")
+    if kind.operator == DEPTH_ATTENTION:
+        return _depth_attention(trtp, kind.sources)
+    if kind.operator == INTER_BLOCK:
+        return _inter_block(trtp, kind.sources, kind.reads)
+    return _merge(trtp) if kind.norm is None else _merge_norm(trtp, kind.norm, kind.add)
 
 
 def _depth_attention(trtp: Any, n: int) -> _Plugin:
@@ -194,7 +201,7 @@ def _depth_attention(trtp: Any, n: int) -> _Plugin:
         return ptx, trtp.cdiv(rows, tile), rows
 
     names = ("query", "key_norm", *(f"v{i}" for i in range(n)))
-    return _Plugin(f"DepthAttentionN{n}", names, ("eps", "scale"), 1, lambda q, g, v, *_: v.like(), implement)
+    return _Plugin(depth_attention_name(n), names, ("eps", "scale"), 1, lambda q, g, v, *_: v.like(), implement)
 
 
 def _inter_block(trtp: Any, n: int, reads: int) -> _Plugin:
@@ -218,7 +225,7 @@ def _inter_block(trtp: Any, n: int, reads: int) -> _Plugin:
         return ptx, rows * -(-reads // group), rows
 
     names = ("queries", "key_norms", *(f"b{i}" for i in range(n)))
-    return _Plugin(f"InterBlockN{n}S{reads}", names, ("eps",), 2 * reads, describe, implement)
+    return _Plugin(inter_block_name(n, reads), names, ("eps",), 2 * reads, describe, implement)
 
 
 def _merge(trtp: Any) -> _Plugin:
@@ -233,11 +240,10 @@ def _merge(trtp: Any) -> _Plugin:
         ptx, tile = _tiled("merge", types, constants, _features(partial))
         return ptx, trtp.cdiv(rows, tile), rows
 
-    return _Plugin("Merge", names, ("eps", "scale"), 1, lambda o, z, partial, *_: partial.like(), implement)
+    return _Plugin(MERGE, names, ("eps", "scale"), 1, lambda o, z, partial, *_: partial.like(), implement)
 
 
-def _merge_norm(trtp: Any, name: str) -> _Plugin:
-    add = name.startswith("Add")
+def _merge_norm(trtp: Any, norm: str, add: bool) -> _Plugin:
     names = ("o", "z", "partial", *(("branch",) if add else ()), "query", "key_norm", "weight", "bias")
 
     def implement(inputs: tuple[Any, ...], values: Mapping[str, float]) -> tuple[Ptx, Any, Any]:
@@ -245,14 +251,16 @@ def _merge_norm(trtp: Any, name: str) -> _Plugin:
         types = dict(zip(("o_in", "z_in", *names[2:]), map(_pointer, inputs), strict=True))
         types |= {"rows": "i32", "out": partial} | ({"total": partial} if add else {})
         constants: dict[str, Any] = {"EPS": values["eps"], "NORM_EPS": values["norm_eps"], "SCALE": values["scale"]}
-        constants |= {"CENTRED": "Layer" in name} | ({} if add else {"branch": None, "total": None})
+        constants |= {"CENTRED": norm == "layer"} | ({} if add else {"branch": None, "total": None})
         ptx, tile = _tiled("add_merge_norm", types, constants, _features(inputs[2]))
         return ptx, trtp.cdiv(rows, tile), rows
 
     def describe(o: Any, z: Any, partial: Any, *_: Any) -> Any:
         return (partial.like(), partial.like()) if add else partial.like()
 
-    return _Plugin(name, names, ("eps", "norm_eps", "scale"), 2 if add else 1, describe, implement)
+    return _Plugin(
+        merge_norm_name(norm, add=add), names, ("eps", "norm_eps", "scale"), 2 if add else 1, describe, implement
+    )
 
 
 def _tiled(kernel: str, types: Mapping[str, Any], constants: Mapping[str, Any], d: int) -> tuple[Ptx, int]:

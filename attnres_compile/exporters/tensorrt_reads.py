@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from attnres_compile.exporters.onnx_functions import DEPTH_ATTENTION, DOMAIN, INTER_BLOCK, MIX
+from attnres_compile.exporters.node_types import DEPTH_ATTENTION, DOMAIN, INTER_BLOCK
+from attnres_compile.exporters.onnx_functions import MIX
 from attnres_compile.exporters.tensorrt_build import Kernel
 from attnres_compile.passes._nodes import line_of
 

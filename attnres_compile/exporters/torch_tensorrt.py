@@ -14,7 +14,8 @@ from torch import fx
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.errors import MissingDependencyError
-from attnres_compile.exporters.tensorrt_plugins import NAMESPACE, register_plugins
+from attnres_compile.exporters.node_types import DOMAIN
+from attnres_compile.exporters.tensorrt_plugins import register_plugins
 from attnres_compile.passes.base import Subject, run
 from attnres_compile.passes.join_phases import JoinPhases
 from attnres_compile.passes.remove_dead import RemoveDead
@@ -53,7 +54,7 @@ def _convert(ctx: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     register_plugins([node := f"DepthAttentionN{len(sources)}"])
     tensor = _module("torch_tensorrt.dynamo.conversion.converter_utils").get_trt_tensor
     inputs = [tensor(ctx, value, f"{name}_{i}") for i, value in enumerate((query, key_norm, *sources))]
-    plugin = getattr(getattr(_module("tensorrt.plugin").op, NAMESPACE), node)
+    plugin = getattr(getattr(_module("tensorrt.plugin").op, DOMAIN), node)
     layer = ctx.net.add_plugin(plugin(*inputs, eps=float(eps), scale=float(scale)), aot=True)
     layer.name = f"[{target}]-[{name}]"
     return layer.get_output(0)

@@ -12,7 +12,8 @@ from typing import Any
 
 import triton
 
-from attnres_compile.exporters.tensorrt_plugins import NAMESPACE, register_plugins
+from attnres_compile.exporters.node_types import DOMAIN
+from attnres_compile.exporters.tensorrt_plugins import register_plugins
 from tests.exporters import tensorrt_stand_in
 
 CAPABILITIES = (80, 90, 100, 120)
@@ -57,7 +58,7 @@ def main() -> None:
     every = [name for name, _, _ in cases()]
     print(json.dumps({"first": register_plugins(every[:10]), "then": register_plugins(every)}))
     for name, inputs, attributes in cases():
-        found = tensorrt_stand_in.build(trt, f"{NAMESPACE}::{name}", inputs, attributes)
+        found = tensorrt_stand_in.build(trt, f"{DOMAIN}::{name}", inputs, attributes)
         ptx = found.pop("code")
         entry = re.search(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
         assert entry is not None

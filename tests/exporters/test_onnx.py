@@ -12,7 +12,8 @@ from torch.export import Dim
 
 from attnres_compile.errors import InputError, OptionError
 from attnres_compile.exporters import export_onnx
-from attnres_compile.exporters.onnx_functions import DOMAIN, Form, function_proto
+from attnres_compile.exporters.node_types import DOMAIN
+from attnres_compile.exporters.onnx_functions import Form, function_proto
 from attnres_compile.ops import depth_attention
 from tests.exporters.onnx_material import (
     EPS,

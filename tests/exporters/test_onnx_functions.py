@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnres_compile.exporters.onnx_functions import DOMAIN, FORMS, MIX, Form, function_proto
+from attnres_compile.exporters.node_types import DOMAIN
+from attnres_compile.exporters.onnx_functions import FORMS, MIX, Form, function_proto
 from attnres_compile.ops import depth_attention, factored, inter_block, merge, reference
 from tests.exporters.onnx_material import EPS, F16, F32, check, normal, onnx, run, session, sources_of
 from tests.tolerances import assert_close

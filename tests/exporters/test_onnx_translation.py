@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attnres_compile.config import AttnResConfig
 from attnres_compile.exporters import OnnxExport, export_onnx
-from attnres_compile.exporters.onnx_functions import DOMAIN
+from attnres_compile.exporters.node_types import DOMAIN
 from attnres_compile.ops import inter_block, merge
 from attnres_compile.passes.base import Subject
 from attnres_compile.passes.base import run as run_passes

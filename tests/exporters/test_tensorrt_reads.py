@@ -6,7 +6,8 @@ import pytest
 
 onnx = pytest.importorskip("onnx")
 
-from attnres_compile.exporters.onnx_functions import DOMAIN, function_proto  # noqa: E402
+from attnres_compile.exporters.node_types import DOMAIN  # noqa: E402
+from attnres_compile.exporters.onnx_functions import function_proto  # noqa: E402
 from attnres_compile.exporters.tensorrt_build import Kernel, Tensor  # noqa: E402
 from attnres_compile.exporters.tensorrt_reads import Read, ReadKernels, contents, read_kernels  # noqa: E402
 
