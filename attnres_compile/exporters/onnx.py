@@ -44,7 +44,7 @@ from attnres_compile.exporters.example_call import (
 from attnres_compile.exporters.node_types import DOMAIN
 from attnres_compile.exporters.staging import publish, staging_folder
 from attnres_compile.passes._nodes import location
-from attnres_compile.passes.base import Subject, run
+from attnres_compile.passes.base import Pass, Subject, run
 from attnres_compile.passes.join_phases import JoinPhases
 from attnres_compile.passes.remove_dead import RemoveDead
 
@@ -139,8 +139,7 @@ def export_onnx(
         with evaluated(call.module):
             expected = call.outputs()
             program, names = capture(model, call, dynamic_shapes)
-            if target == "tensorrt":
-                program = _in_one_phase(program)
+            program = _prepared(program, (JoinPhases(), RemoveDead()) if target == "tensorrt" else ())
             runs = [] if atol is None else _runs(program, call, expected)
             translated = _translate(program, names, [name for name, _ in expected], opset_version)
             nodes = _add_functions(translated, body or BODIES[target])
@@ -214,9 +213,21 @@ def capture(
     return program, axis_names(program, shapes)
 
 
-def _in_one_phase(program: ExportedProgram) -> ExportedProgram:
+def _prepared(program: ExportedProgram, passes: tuple[Pass, ...]) -> ExportedProgram:
+    """The program after the passes, in which no view depends on strides that torch's exporter has otherwise later.
+
+    The implementations of attention lay their results out each in its own way: a copy has one layout in all.
+    """
     module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph_module.graph))
-    run((JoinPhases(), RemoveDead()), Subject(module, AttnResConfig()))
+    aten, layout = torch.ops.aten, {"memory_format": torch.contiguous_format}
+    for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+    for node in module.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        with module.graph.inserting_after(node):
+            laid_out = module.graph.call_function(aten.clone.default, (node,), layout)
+        laid_out.meta = dict(node.meta)
+        node.replace_all_uses_with(laid_out, lambda user, laid_out=laid_out: user is not laid_out)
+    run(passes, Subject(module, AttnResConfig()))
     return program_with(program, module)
 
 

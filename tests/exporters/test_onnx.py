@@ -63,6 +63,27 @@ def test_one_source_many_sources_and_no_key_norm(tmp_path: Path) -> None:
     assert_close(many, Ends()(x)[1])
 
 
+def test_attention_with_a_learned_bias(tmp_path: Path) -> None:
+    """PyTorch lays its result out in other ways when it captures it and when it translates it."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(normal(1, 2, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+            mask = torch.zeros(x.shape[1], x.shape[1]) + self.bias
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+            mixed = mixed.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)
+            return depth_attention([x, mixed], x.new_ones(x.shape[-1]), None, EPS, 1.0)
+
+    model, axes = Attention(), {0: Dim("batch"), 1: Dim("length")}
+    result = export_onnx(model, (normal(2, 5, WIDTH),), tmp_path / "a.onnx", dynamic_shapes={"x": axes}, echo=None)
+    x = normal(3, 7, WIDTH)
+    assert_close(run(session(result.path), x)[0], model(x))
+
+
 def test_outputs_by_name_and_a_batch_of_one(tmp_path: Path) -> None:
     model = Small().eval()
     result = export_onnx(model, {"x": normal(1, 3, WIDTH)}, tmp_path / "small.onnx", echo=None)
