@@ -23,6 +23,7 @@ from attnres_compile.arithmetic import (
     Addition,
     as_addition,
     carried_axis,
+    changed_in_place,
     operation_name,
     scaling_factor,
 )
@@ -57,6 +58,21 @@ def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if not args and "input" in kwargs:
         kwargs = dict(kwargs)
         args = tuple(kwargs.pop(key) for key in ("input", "other") if key in kwargs)
+    result = _applied(target, name, args, kwargs)
+    changed: Any = changed_in_place(name, args, kwargs)
+    if changed is None or result is changed or not (is_stream(changed) or is_stream(result)):
+        return result
+    where = f"by an in-place `{name}`{_caller()}"
+    if is_stream(changed):
+        changed.changes.append(where)
+        if is_stream(result):
+            result.sharing(changed)
+    if Observer.active is not None:
+        Observer.active.in_place.append(where)
+    return result
+
+
+def _applied(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     addition = as_addition(name, args, kwargs)
     if addition is not None:
         pushed = _pushed(addition)
@@ -68,16 +84,14 @@ def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         carried = _carried(target, name, args, kwargs)
         if carried is not None:
             return carried
-    if args and is_stream(args[0]) and (name == "setitem" or (name.endswith("_") and not name.endswith("__"))):
-        if name == "requires_grad_":
-            for source in args[0].sources:
-                source.requires_grad_(*args[1:], **kwargs)
-            return args[0]
+    if name == "requires_grad_" and is_stream(args[0]):
+        for source in args[0].sources:
+            source.requires_grad_(*args[1:], **kwargs)
+        return args[0]
+    # What an activation with `inplace=True` changes is the read, which it returns.
+    if is_stream(changed_in_place(name, args, kwargs)) and not kwargs.get("inplace"):
         raise RefusedError(f"`{name}` changes the residual stream in place{_caller()}; write it out of place")
-    result = target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
-    if args and is_stream(args[0]) and kwargs.get("inplace") is True:
-        args[0].stale = f"by `{name}` with inplace=True{_caller()}"  # what was changed is the read
-    return result
+    return target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
 
 
 def _pushed(addition: Addition) -> Stream | None:
@@ -96,12 +110,7 @@ def _pushed(addition: Addition) -> Stream | None:
         return None
     if addition.in_place and not isinstance(value, NUMBERS) and example(value).dtype != skip.dtype:
         value = aten.to.dtype(value, skip.dtype)
-    after = skip.push(value)
-    if addition.in_place and skip is addition.skip:
-        skip.stale = f"by an in-place add{_caller()}"
-    elif addition.in_place and Observer.active is not None:
-        Observer.active.in_place.append(_caller())
-    return after
+    return skip.push(value)
 
 
 def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream | None:
@@ -121,16 +130,13 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
             return None
         factor = rest[0] if rest else -1
         op = aten.div.Tensor if name.startswith("div") else aten.mul.Tensor
-        scaled = stream.map(lambda v: op(v, factor), stream.axis)
-        if name.endswith("_"):
-            stream.stale = f"by an in-place `{name}`{_caller()}"
-        return scaled
+        return stream.map(lambda v: op(v, factor), stream.axis)
     if name not in CASTS | ROW_MAJOR | INDEXING | PERMUTATIONS:
         return None
     if name in ROW_MAJOR:
         restored = stream.restored(_sizes(rest, kwargs), lambda v: target(v, *rest, **kwargs))
         if restored is not None:
-            return restored
+            return restored.sharing(stream)
     # A first look at one source decides: the shape of the result tells whether the tokens stayed whole.
     first = map_streams(target(stream.blocks[0], *rest, **kwargs), Stream.read)
     if not isinstance(first, torch.Tensor | fx.Proxy):
@@ -140,7 +146,9 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     axis = carried_axis(name, args, stream.shape, example(first).shape, stream.axis)
     if axis is None:
         return None
-    return stream.map(lambda v: target(v, *rest, **kwargs), axis, row_major=name in ROW_MAJOR)
+    carried = stream.map(lambda v: target(v, *rest, **kwargs), axis, row_major=name in ROW_MAJOR)
+    # Others are views, or may be: an index can copy.
+    return carried if name in CASTS else carried.sharing(stream)
 
 
 def _sizes(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:

@@ -25,11 +25,15 @@ class Observer:
         self.dtypes: set[torch.dtype] = set()
         self.held: list[tuple[torch.Tensor, int]] = []
         self.in_place: list[str] = []
+        self.handed: list[tuple[torch.Tensor, int]] = []
 
     def hold(self, value: Any) -> None:
         """Note a tensor of the user's that a stream keeps without a copy."""
-        if isinstance(value, torch.Tensor) and not value.is_inference():
-            self.held.append((value, value._version))
+        _note(value, self.held)
+
+    def given(self, value: Any) -> None:
+        """Note a tensor that the user's program gets from a stream."""
+        _note(value, self.handed)
 
     def refuse_changed(self) -> None:
         """A tensor that a stream keeps must stay as it is.
@@ -44,15 +48,17 @@ class Observer:
             )
 
     def refuse_in_place(self) -> None:
-        """An in-place add of a stream to a tensor gives the next state, and leaves the tensor as it was.
+        """A stream cannot follow a change in place to other names of the same memory that are plain tensors.
 
         Raises:
-            RefusedError: there was one; to be called where the outputs differ.
+            RefusedError: there was such a change; to be called where the outputs differ.
         """
+        if any(value._version != version for value, version in self.handed):
+            self.in_place.append("of a value that was read from it, or of a view of that")
         if self.in_place:
             raise RefusedError(
-                f"a tensor is changed in place by adding the residual stream to it{self.in_place[0]}, and its old "
-                "name is used afterwards; write that add out of place"
+                f"the residual stream, or a tensor that it was added to, is changed in place ({self.in_place[0]}), and "
+                "its memory is used afterwards under another name; write that operation out of place"
             )
 
     def __enter__(self) -> Observer:
@@ -72,3 +78,8 @@ class Observer:
     def reads(self, stream: Any, row: int) -> None:
         """A state is read with the parameters of ``row``."""
         self.rows.add((stream.plan.chain, row))
+
+
+def _note(value: Any, into: list[tuple[torch.Tensor, int]]) -> None:
+    if isinstance(value, torch.Tensor) and not value.is_inference():
+        into.append((value, value._version))

@@ -112,7 +112,9 @@ def test_detached_chain() -> None:
     original, model = pair()
     for twin in (original, model):
         twin.norm.register_forward_pre_hook(lambda m, args: (args[0].detach(),))
-    assert failed(original, model) == {DEAD}
+    assert failed(original, model) == {f"{DEAD} (0)"}
+    with pytest.raises(RefusedError, match=r"do not depend on the reads of every chain .*\(0\).* with `chains=`"):
+        raise_failures(run_checks(original, model, INPUTS, None, "quick"), "Net")
 
 
 def test_wrong_number_of_pushes() -> None:

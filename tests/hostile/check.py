@@ -119,7 +119,7 @@ def _live(program: Program, route: Route) -> str:
         subject = base.run(pipelines.live(outermost=outermost), base.Subject(captures[0].module, _config(program)))
         if [len(chain.pushes) for chain in subject.chains] == [chain.adds for chain in report.chains]:
             break
-    interpreter = Interpreter(captures[0].module, subject.chains, program.block_size)
+    interpreter = Interpreter(captures[0].module, subject.chains, program.block_size, live=True)
     return _compared(transformed, interpreter, captures[0].inputs, example.args, expected)
 
 
