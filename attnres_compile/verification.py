@@ -19,6 +19,7 @@ from attnres_compile.report import Check
 Mode = Literal["full", "quick", "off"]
 SEED = 0
 
+PUSHES, READS = "pushes seen", "reads made"
 NO_CHANGE, NO_GRADIENT = "random queries change the output", "chains whose queries get no gradient"
 UNRECORDED = (
     "Its layers run where autograd does not record them (under torch.no_grad, or in an autograd function of its own, "
@@ -60,7 +61,7 @@ def run_checks(
         if pushes is not None:
             wrong = sum(abs(observer.pushes.get(chain, 0) - count) for chain, count in pushes.items())
             seen = sum(observer.pushes.get(chain, 0) for chain in pushes)
-            checks.append(Check(f"pushes seen {seen} = adds found {sum(pushes.values())}", float(wrong), 0.0))
+            checks.append(Check(f"{PUSHES} {seen} = adds found {sum(pushes.values())}", float(wrong), 0.0))
         if mode == "full":
             second = next((other for other in other_shapes(inputs) if _runs(original, other)), None)
             if second is not None:
@@ -77,7 +78,8 @@ def raise_failures(checks: list[Check], model: str) -> None:
     """Raise when a check failed.
 
     Raises:
-        RefusedError: the model computes the same, and no output depends on a chain's queries.
+        RefusedError: the model computes the same, but no output depends on a chain's queries, or the live streams are
+            not those of the graph.
         VerificationError: with every failed check and its figures.
     """
     failed = [check for check in checks if not check.passed]
@@ -87,6 +89,13 @@ def raise_failures(checks: list[Check], model: str) -> None:
         raise RefusedError(
             f"the outputs of {model} do not depend on the reads of every chain ({figures}): those would learn nothing. "
             f"The model is left as it was. {UNRECORDED}"
+        )
+    counts = [check.name for check in failed if check.name.startswith((PUSHES, READS))]
+    if failed and len(dead) + len(counts) == len(failed):
+        raise RefusedError(
+            f"the live streams of {model} are not those of its graph ({figures}): at some call a module gets the "
+            "stream in another argument, or a tensor in its place. The model is left as it was. Give every visit a "
+            "module of its own, or transform the exported program, whose graph tells the calls apart"
         )
     if failed:
         raise VerificationError(
@@ -254,5 +263,5 @@ def _alive(transformed: nn.Module, inputs: Inputs, observer: Observer | None) ->
     checks = [Check(NO_CHANGE, unchanged, 0.0), Check(NO_GRADIENT + which, float(len(dead)), 0.0)]
     if observer is not None:
         rows = sum(reads.get_parameter("query").shape[0] for reads in chains)
-        checks.append(Check(f"reads made {len(observer.rows)} = rows {rows}", float(rows - len(observer.rows)), 0.0))
+        checks.append(Check(f"{READS} {len(observer.rows)} = rows {rows}", float(rows - len(observer.rows)), 0.0))
     return checks

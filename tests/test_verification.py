@@ -122,6 +122,8 @@ def test_wrong_number_of_pushes() -> None:
     checks = run_checks(original, model, INPUTS, {0: 5}, "quick")
     (wrong,) = (check for check in checks if not check.passed)
     assert (wrong.name, wrong.error) == ("pushes seen 4 = adds found 5", 1.0)
+    with pytest.raises(RefusedError, match=r"streams of Net are not those .* seen 4 = adds found 5.* exported program"):
+        raise_failures(checks, "Net")
     # two wrongs make no right: too many in one chain do not make up for too few in another
     (wrong, *_) = (check for check in run_checks(original, model, INPUTS, {0: 2, 1: 2}, "quick") if not check.passed)
     assert (wrong.name, wrong.error) == ("pushes seen 4 = adds found 4", 4.0)

@@ -139,6 +139,15 @@ FOUND: dict[str, tuple[Program, dict[Route, str]]] = {
         ),
         {"live": "equal"},
     ),
+    # At the first call both arguments are the source, at the second one of them is a later state.
+    "the source comes in beside a later state": (
+        Program(
+            body(("linear module", 0), ("call 0", 1, 1), ("call 0", 2, 1), ("call 0", 3, 2)),
+            (body(*two(1), inputs=2),),
+            3,
+        ),
+        {"graph": "equal", "live": "equal"},
+    ),
     # Nothing but zeros.
     "cancelled": (
         Program(body(("linear module", 0), *two(1), ("branch", 5), ("sub", 6, 6))),
