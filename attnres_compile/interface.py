@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from attnres_compile.arithmetic import (
     scaling_factor,
 )
 from attnres_compile.errors import RefusedError
-from attnres_compile.observer import Observer
+from attnres_compile.observer import Observer, caller
 from attnres_compile.stream import (
     Stream,
     TensorStream,
@@ -54,7 +53,7 @@ def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         if is_stream(value):
             value.current()
     if is_stream(kwargs.get("out")):
-        raise RefusedError(f"`{name}` writes into the residual stream by `out=`{_caller()}; bind its result instead")
+        raise RefusedError(f"`{name}` writes into the residual stream by `out=`{caller()}; bind its result instead")
     if not args and "input" in kwargs:
         kwargs = dict(kwargs)
         args = tuple(kwargs.pop(key) for key in ("input", "other") if key in kwargs)
@@ -62,7 +61,7 @@ def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     changed: Any = changed_in_place(name, args, kwargs)
     if changed is None or result is changed or not (is_stream(changed) or is_stream(result)):
         return result
-    where = f"by an in-place `{name}`{_caller()}"
+    where = f"by an in-place `{name}`{caller()}"
     if is_stream(changed):
         changed.changes.append(where)
         if is_stream(result):
@@ -90,7 +89,7 @@ def _applied(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         return args[0]
     # What an activation with `inplace=True` changes is the read, which it returns.
     if is_stream(changed_in_place(name, args, kwargs)) and not kwargs.get("inplace"):
-        raise RefusedError(f"`{name}` changes the residual stream in place{_caller()}; write it out of place")
+        raise RefusedError(f"`{name}` changes the residual stream in place{caller()}; write it out of place")
     return target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
 
 
@@ -178,16 +177,6 @@ def _broadcasts(value: Value, stream: Stream) -> bool:
     if len(shape) and (len(shape) < -axis or shape[axis] != target[axis]):
         return False
     return all(n == m or n == 1 for n, m in zip(reversed(shape), reversed(target), strict=False))
-
-
-def _caller() -> str:
-    """Where the user's code did this, as `` at file:line``."""
-    if torch.compiler.is_compiling():
-        return ""
-    frame: Any = sys._getframe(1)
-    while frame is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "/attnres_compile/")):
-        frame = frame.f_back
-    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _torch_function(

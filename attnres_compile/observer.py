@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -25,15 +26,17 @@ class Observer:
         self.dtypes: set[torch.dtype] = set()
         self.held: list[tuple[torch.Tensor, int]] = []
         self.in_place: list[str] = []
-        self.handed: list[tuple[torch.Tensor, int]] = []
+        self.handed: list[tuple[torch.Tensor, int, str]] = []
 
     def hold(self, value: Any) -> None:
         """Note a tensor of the user's that a stream keeps without a copy."""
-        _note(value, self.held)
+        if isinstance(value, torch.Tensor) and not value.is_inference():
+            self.held.append((value, value._version))
 
     def given(self, value: Any) -> None:
         """Note a tensor that the user's program gets from a stream."""
-        _note(value, self.handed)
+        if isinstance(value, torch.Tensor) and not value.is_inference():
+            self.handed.append((value, value._version, caller()))
 
     def refuse_changed(self) -> None:
         """A tensor that a stream keeps must stay as it is.
@@ -53,12 +56,13 @@ class Observer:
         Raises:
             RefusedError: there was such a change; to be called where the outputs differ.
         """
-        if any(value._version != version for value, version in self.handed):
-            self.in_place.append("of a value that was read from it, or of a view of that")
-        if self.in_place:
+        read = [f"what was read{where}" for value, version, where in self.handed if value._version != version]
+        changed = self.in_place + read
+        if changed:
             raise RefusedError(
-                f"the residual stream, or a tensor that it was added to, is changed in place ({self.in_place[0]}), and "
-                "its memory is used afterwards under another name; write that operation out of place"
+                f"the residual stream, or a tensor that it was added to, is changed in place ({changed[0]}), and its "
+                "memory is used afterwards under another name; write that operation out of place, or transform the "
+                "exported program, which is made functional"
             )
 
     def __enter__(self) -> Observer:
@@ -80,6 +84,11 @@ class Observer:
         self.rows.add((stream.plan.chain, row))
 
 
-def _note(value: Any, into: list[tuple[torch.Tensor, int]]) -> None:
-    if isinstance(value, torch.Tensor) and not value.is_inference():
-        into.append((value, value._version))
+def caller() -> str:
+    """Where the user's code did this, as `` at file:line``."""
+    if torch.compiler.is_compiling():
+        return ""
+    frame: Any = sys._getframe(1)
+    while frame is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "/attnres_compile/")):
+        frame = frame.f_back
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -217,6 +217,17 @@ def test_transform_refuses_and_leaves_the_model() -> None:
     assert not hasattr(model, "attnres_report")
 
 
+def test_a_read_that_is_changed_in_place_is_named() -> None:
+    class Half(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.f(x)
+            x[..., :2].relu_()
+            return x + self.g(x)
+
+    with pytest.raises(RefusedError, match=r"changed in place \(what was read at .*test_verification\.py:\d+\)"):
+        ac.transform(Net(Block(), Half()), example())
+
+
 def test_failures_are_listed() -> None:
     checks = [Check("first", 0.5, 0.1), Check("second", 0.0, 0.1), Check("third", 2.0, 0.0)]
     with pytest.raises(VerificationError) as caught:
