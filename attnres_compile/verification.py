@@ -94,8 +94,9 @@ def raise_failures(checks: list[Check], model: str) -> None:
     if failed and len(dead) + len(counts) == len(failed):
         raise RefusedError(
             f"the live streams of {model} are not those of its graph ({figures}): at some call a module gets the "
-            "stream in another argument, gets a tensor in its place, or hands on what it also adds to. The model is left as it was. Give every visit a "
-            "module of its own, or transform the exported program, whose graph tells the calls apart"
+            "stream in another argument, gets a tensor in its place, or hands on what it also adds to. The model is "
+            "left as it was. Give every visit a module of its own, or transform the exported program, whose graph "
+            "tells the calls apart"
         )
     if failed:
         raise VerificationError(
