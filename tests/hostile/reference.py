@@ -80,11 +80,13 @@ class Interpreter(fx.Interpreter):
         # Per run: reads at boundaries; names of memory that was changed, and the boundary behind which they follow.
         self.mixes: dict[tuple[State, int, str], Tensor] = {}
         self.stale: dict[fx.Node, str | None] = {}
+        self.unsure: set[fx.Node] = set()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """One forward."""
         self.mixes.clear()
         self.stale.clear()
+        self.unsure.clear()
         return super().run(*args, **kwargs)
 
     def learn(self, *inputs: Any) -> list[int]:
@@ -96,8 +98,9 @@ class Interpreter(fx.Interpreter):
         return [len(read) for read in self.read_at]
 
     def run_node(self, n: fx.Node) -> Any:
-        for source in n.all_input_nodes:
-            if source in self.stale and self.stale[source] != (self.boundary(n, self.env[source]) or n):
+        if any(source in self.unsure or self.is_stale(source, n) for source in n.all_input_nodes):
+            self.unsure.add(n)
+            if n.op == "output":
                 raise UnsureError("another name of a stream that was changed in place")
         seen: Any = partial(self.seen, n)
         args, kwargs = fx.node.map_arg((n.args, n.kwargs), seen)
@@ -121,11 +124,16 @@ class Interpreter(fx.Interpreter):
     def note_change(self, n: fx.Node, changed: fx.Node, value: Any) -> None:
         """Find the names of the memory that a node changed in place that do not follow, a stream being among them."""
         names = {other: held for other, held in self.env.items() if _nodes.memory(other) == _nodes.memory(changed)}
+        self.unsure |= names.keys() if n in self.unsure else set()
         if any(isinstance(held, State) for held in (value, *names.values())):
             for other, held in names.items():
                 tensor = held.terms[0][1] if isinstance(held, State) and held.position == 0 else held
                 if held is not value and not one_memory(tensor, value):
                     self.stale[other] = self.boundary(n, held) if other is changed else None
+
+    def is_stale(self, source: fx.Node, n: fx.Node) -> bool:
+        """Whether a node uses an old name, and not behind the boundary where that was changed with the others."""
+        return source in self.stale and self.stale[source] != (self.boundary(n, self.env[source]) or n)
 
     def boundary(self, n: fx.Node, state: Any) -> str | None:
         """Behind which boundary a node gets a state as a tensor."""
