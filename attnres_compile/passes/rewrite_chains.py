@@ -99,7 +99,7 @@ class _Rewriter:
             self._note_change(node, value)
             self.values[node] = value
         for node in reversed(self.graph.nodes):
-            if STAMP in node.meta and not node.users:
+            if STAMP in node.meta and not node.users and _nodes.changed(node, self.module) is None:
                 self.graph.erase_node(node)
         return self.graph
 

@@ -148,6 +148,17 @@ FOUND: dict[str, tuple[Program, dict[Route, str]]] = {
         ),
         {"graph": "equal", "live": "equal"},
     ),
+    # Of no use but its effect on the input.
+    "a state taken from a tensor in place": (
+        Program(
+            body(
+                *(("branch of a copy", 0), ("sub_", 0, 1), ("branch of a copy", 1), ("add", 1, 3)),
+                *(("branch of a copy", 4), ("add", 4, 5)),
+                returns=(6, 0),
+            )
+        ),
+        {"graph": "equal"},
+    ),
     # Nothing but zeros.
     "cancelled": (
         Program(body(("linear module", 0), *two(1), ("branch", 5), ("sub", 6, 6))),
