@@ -16,7 +16,7 @@ import torch
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 Target = Callable[..., Any] | str
 
-IN_PLACE = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_"}
+IN_PLACE = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "ipow": "pow_", "imod": "remainder_"}
 SYNONYMS = {"truediv": "div", "true_divide": "div", "divide": "div"}
 SYNONYMS |= {"subtract": "sub", "multiply": "mul", "negative": "neg"}
 
@@ -79,6 +79,16 @@ _FUSED = {
     "addmm_": torch.ops.aten.mm.default,
     "baddbmm": torch.ops.aten.bmm.default,
 }
+
+
+def changed_in_place(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any | None:
+    """The argument that an operation changes in place, and with it whatever shares its memory; or None."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    by_name = name == "setitem" or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+    if not by_name and kwargs.get("inplace") is not True:
+        return None
+    return args[0] if args else kwargs.get("input", kwargs.get("self"))
 
 
 def as_addition(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Addition | None:

@@ -229,7 +229,17 @@ class _Exit(_Hook):
     """Lets no stream out of the module that holds the chain: the final state is read, others are running sums."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        left = map_streams(output, self.leave)
+        # One tensor for each state, however many names it leaves under: they go on sharing their memory.
+        gone: list[tuple[Stream, Any]] = []
+
+        def leave(stream: Stream) -> Any:
+            for state, value in gone:
+                if state is stream:
+                    return value
+            gone.append((stream, self.leave(stream)))
+            return gone[-1][1]
+
+        left = map_streams(output, leave)
         # An unchanged output is not handed back: Dynamo would compile a graph for it.
         return None if left is output else left
 

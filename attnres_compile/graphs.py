@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
@@ -16,6 +15,7 @@ from attnres_compile.capture.inputs import Inputs
 from attnres_compile.capture.trace import Captured, from_graph, from_program
 from attnres_compile.chains import ResidualChain
 from attnres_compile.config import AttnResConfig
+from attnres_compile.passes import _nodes
 from attnres_compile.passes.base import Subject, run
 from attnres_compile.passes.pipelines import GRAPH, OPTIMIZE
 from attnres_compile.passes.rewrite_chains import Parameters, RewriteChains
@@ -31,10 +31,12 @@ def analyse_graph(module: fx.GraphModule, inputs: Inputs, config: AttnResConfig)
 
 
 def analyse_program(program: ExportedProgram, config: AttnResConfig) -> tuple[Captured, Subject]:
-    """Chains and plans of a copy of an exported program, functionalised where an in-place operation is on a chain."""
+    """Chains and plans of a copy of an exported program, functionalised where a chain's memory is changed in place."""
     captured, subject = _analyse(program, config)
     pushes = [push.node for chain in subject.chains for push in chain.pushes]
-    if any(_mutates(node) for push in pushes for node in (push, *push.users)):
+    memories = {_nodes.memory(node) for push in pushes for node in (push, *push.all_input_nodes)}
+    changed = (_nodes.changed(node, subject.module) for node in subject.module.graph.nodes)
+    if any(_nodes.memory(node) in memories for node in changed if node is not None):
         captured, subject = _analyse(program.run_decompositions({}), config)
     return captured, subject
 
@@ -43,10 +45,6 @@ def _analyse(program: ExportedProgram, config: AttnResConfig) -> tuple[Captured,
     module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph_module.graph))
     captured = from_program(program, Inputs(*(program.example_inputs or ((), {}))), module)
     return captured, run(GRAPH, Subject(captured.module, config))
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def rewrite_graph(subject: Subject) -> fx.GraphModule:

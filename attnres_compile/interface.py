@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,11 +22,12 @@ from attnres_compile.arithmetic import (
     Addition,
     as_addition,
     carried_axis,
+    changed_in_place,
     operation_name,
     scaling_factor,
 )
 from attnres_compile.errors import RefusedError
-from attnres_compile.observer import Observer
+from attnres_compile.observer import Observer, caller
 from attnres_compile.stream import (
     Stream,
     TensorStream,
@@ -53,10 +53,25 @@ def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         if is_stream(value):
             value.current()
     if is_stream(kwargs.get("out")):
-        raise RefusedError(f"`{name}` writes into the residual stream by `out=`{_caller()}; bind its result instead")
+        raise RefusedError(f"`{name}` writes into the residual stream by `out=`{caller()}; bind its result instead")
     if not args and "input" in kwargs:
         kwargs = dict(kwargs)
         args = tuple(kwargs.pop(key) for key in ("input", "other") if key in kwargs)
+    result = _applied(target, name, args, kwargs)
+    changed: Any = changed_in_place(name, args, kwargs)
+    if changed is None or result is changed or not (is_stream(changed) or is_stream(result)):
+        return result
+    where = f"by an in-place `{name}`{caller()}"
+    if is_stream(changed):
+        changed.changes.append(where)
+        if is_stream(result):
+            result.sharing(changed)
+    if Observer.active is not None:
+        Observer.active.in_place.append(where)
+    return result
+
+
+def _applied(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     addition = as_addition(name, args, kwargs)
     if addition is not None:
         pushed = _pushed(addition)
@@ -68,16 +83,14 @@ def dispatch(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         carried = _carried(target, name, args, kwargs)
         if carried is not None:
             return carried
-    if args and is_stream(args[0]) and (name == "setitem" or (name.endswith("_") and not name.endswith("__"))):
-        if name == "requires_grad_":
-            for source in args[0].sources:
-                source.requires_grad_(*args[1:], **kwargs)
-            return args[0]
-        raise RefusedError(f"`{name}` changes the residual stream in place{_caller()}; write it out of place")
-    result = target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
-    if args and is_stream(args[0]) and kwargs.get("inplace") is True:
-        args[0].stale = f"by `{name}` with inplace=True{_caller()}"  # what was changed is the read
-    return result
+    if name == "requires_grad_" and is_stream(args[0]):
+        for source in args[0].sources:
+            source.requires_grad_(*args[1:], **kwargs)
+        return args[0]
+    # What an activation with `inplace=True` changes is the read, which it returns.
+    if is_stream(changed_in_place(name, args, kwargs)) and not kwargs.get("inplace"):
+        raise RefusedError(f"`{name}` changes the residual stream in place{caller()}; write it out of place")
+    return target(*map_streams(args, Stream.read), **map_streams(kwargs, Stream.read))
 
 
 def _pushed(addition: Addition) -> Stream | None:
@@ -96,12 +109,7 @@ def _pushed(addition: Addition) -> Stream | None:
         return None
     if addition.in_place and not isinstance(value, NUMBERS) and example(value).dtype != skip.dtype:
         value = aten.to.dtype(value, skip.dtype)
-    after = skip.push(value)
-    if addition.in_place and skip is addition.skip:
-        skip.stale = f"by an in-place add{_caller()}"
-    elif addition.in_place and Observer.active is not None:
-        Observer.active.in_place.append(_caller())
-    return after
+    return skip.push(value)
 
 
 def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stream | None:
@@ -121,16 +129,13 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
             return None
         factor = rest[0] if rest else -1
         op = aten.div.Tensor if name.startswith("div") else aten.mul.Tensor
-        scaled = stream.map(lambda v: op(v, factor), stream.axis)
-        if name.endswith("_"):
-            stream.stale = f"by an in-place `{name}`{_caller()}"
-        return scaled
+        return stream.map(lambda v: op(v, factor), stream.axis)
     if name not in CASTS | ROW_MAJOR | INDEXING | PERMUTATIONS:
         return None
     if name in ROW_MAJOR:
         restored = stream.restored(_sizes(rest, kwargs), lambda v: target(v, *rest, **kwargs))
         if restored is not None:
-            return restored
+            return restored.sharing(stream)
     # A first look at one source decides: the shape of the result tells whether the tokens stayed whole.
     first = map_streams(target(stream.blocks[0], *rest, **kwargs), Stream.read)
     if not isinstance(first, torch.Tensor | fx.Proxy):
@@ -140,7 +145,9 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     axis = carried_axis(name, args, stream.shape, example(first).shape, stream.axis)
     if axis is None:
         return None
-    return stream.map(lambda v: target(v, *rest, **kwargs), axis, row_major=name in ROW_MAJOR)
+    carried = stream.map(lambda v: target(v, *rest, **kwargs), axis, row_major=name in ROW_MAJOR)
+    # Others are views, or may be: an index can copy.
+    return carried if name in CASTS else carried.sharing(stream)
 
 
 def _sizes(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
@@ -170,16 +177,6 @@ def _broadcasts(value: Value, stream: Stream) -> bool:
     if len(shape) and (len(shape) < -axis or shape[axis] != target[axis]):
         return False
     return all(n == m or n == 1 for n, m in zip(reversed(shape), reversed(target), strict=False))
-
-
-def _caller() -> str:
-    """Where the user's code did this, as `` at file:line``."""
-    if torch.compiler.is_compiling():
-        return ""
-    frame: Any = sys._getframe(1)
-    while frame is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "/attnres_compile/")):
-        frame = frame.f_back
-    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _torch_function(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -25,11 +26,17 @@ class Observer:
         self.dtypes: set[torch.dtype] = set()
         self.held: list[tuple[torch.Tensor, int]] = []
         self.in_place: list[str] = []
+        self.handed: list[tuple[torch.Tensor, int, str]] = []
 
     def hold(self, value: Any) -> None:
         """Note a tensor of the user's that a stream keeps without a copy."""
         if isinstance(value, torch.Tensor) and not value.is_inference():
             self.held.append((value, value._version))
+
+    def given(self, value: Any) -> None:
+        """Note a tensor that the user's program gets from a stream."""
+        if isinstance(value, torch.Tensor) and not value.is_inference():
+            self.handed.append((value, value._version, caller()))
 
     def refuse_changed(self) -> None:
         """A tensor that a stream keeps must stay as it is.
@@ -44,15 +51,18 @@ class Observer:
             )
 
     def refuse_in_place(self) -> None:
-        """An in-place add of a stream to a tensor gives the next state, and leaves the tensor as it was.
+        """A stream cannot follow a change in place to other names of the same memory that are plain tensors.
 
         Raises:
-            RefusedError: there was one; to be called where the outputs differ.
+            RefusedError: there was such a change; to be called where the outputs differ.
         """
-        if self.in_place:
+        read = [f"what was read{where}" for value, version, where in self.handed if value._version != version]
+        changed = self.in_place + read
+        if changed:
             raise RefusedError(
-                f"a tensor is changed in place by adding the residual stream to it{self.in_place[0]}, and its old "
-                "name is used afterwards; write that add out of place"
+                f"the residual stream, or a tensor that it was added to, is changed in place ({changed[0]}), and its "
+                "memory is used afterwards under another name; write that operation out of place, or transform the "
+                "exported program, which is made functional"
             )
 
     def __enter__(self) -> Observer:
@@ -72,3 +82,13 @@ class Observer:
     def reads(self, stream: Any, row: int) -> None:
         """A state is read with the parameters of ``row``."""
         self.rows.add((stream.plan.chain, row))
+
+
+def caller() -> str:
+    """Where the user's code did this, as `` at file:line``."""
+    if torch.compiler.is_compiling():
+        return ""
+    frame: Any = sys._getframe(1)
+    while frame is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "/attnres_compile/")):
+        frame = frame.f_back
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -175,11 +175,12 @@ def _record(module: nn.Module, side: str, into: Seen) -> None:
 
 
 def _nearest(value: Tensor, candidates: Seen) -> Place | None:
-    """The candidate of the source's shape whose values are nearest; the first of equals."""
-    best, least = None, float("inf")
-    for place, tensor in candidates:
-        if tensor.shape == value.shape and tensor.is_floating_point():
-            distance = float((tensor.double() - value.double()).abs().max()) if tensor.numel() else 0.0
-            if best is None or distance < least:
-                best, least = place, distance
-    return best
+    """Where the values nearest to the source's cross the boundary in most calls; the first of equals."""
+    distances = [
+        (place, float((tensor.double() - value.double()).abs().max()) if tensor.numel() else 0.0)
+        for place, tensor in candidates
+        if tensor.shape == value.shape and tensor.is_floating_point()
+    ]
+    least = min((distance for _, distance in distances), default=0.0)
+    places = Counter(place for place, distance in distances if distance == least)
+    return max(places, key=places.__getitem__, default=None)

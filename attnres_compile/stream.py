@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,8 @@ class Stream:
         axis: the feature axis, counted from the end.
         plan: how the chain is cut into blocks.
         reads: the chain's parameters.
-        stale: where it was changed in place, empty if it was not.
+        changes: where the memory that this state has in the user's program was changed in place; views share the list.
+        seen: how many of these changes the state has.
         folded_from: the finished blocks and their statistics before a reshape that folded the tokens.
     """
 
@@ -68,7 +69,8 @@ class Stream:
     axis: int
     plan: BlockPlan
     reads: ReadParameters
-    stale: str = ""
+    changes: list[str] = field(default_factory=list)
+    seen: int = 0
     folded_from: tuple[tuple[Value, ...], Phase | None] | None = None
 
     @property
@@ -86,13 +88,18 @@ class Stream:
         """This state, unless it was changed in place since.
 
         Raises:
-            RefusedError: the old value of an in-place add is used afterwards.
+            RefusedError: the old value, or another view of the same memory, is used afterwards.
         """
-        if self.stale:
+        if len(self.changes) > self.seen:
             raise RefusedError(
-                f"the residual stream was changed in place ({self.stale}) and the old value is used afterwards; "
-                "rebind the result (`x = x + f(x)`) and keep no second name for the stream"
+                f"the residual stream was changed in place ({self.changes[self.seen]}) and the old value is used "
+                "afterwards; rebind the result (`x = x + f(x)`) and keep no second name for the stream"
             )
+        return self
+
+    def sharing(self, other: Stream) -> Stream:
+        """This state, whose memory in the user's program is that of ``other``."""
+        self.changes, self.seen = other.changes, len(other.changes)
         return self
 
     def push(self, branch: Value) -> Stream:
@@ -127,7 +134,7 @@ class Stream:
             return self
         moved = self._with(self.blocks, self.partial, self.phase, position=position)
         crossed = any(self.plan.closes[self.position + 1 : position + 1])
-        return moved._closed() if crossed else moved
+        return (moved._closed() if crossed else moved).sharing(self)
 
     def _closed(self) -> Stream:
         blocks = self.sources
@@ -160,7 +167,7 @@ class Stream:
             parameters = (None, None) if partial is None and not again else self._parameters(row)
             h = ops.merge.default(*phase.of(row), partial, *parameters, eps, scale, *again)
             h = h if example(h).dtype == self.dtype else aten.to.dtype(h, self.dtype)
-        return h if self.axis == -1 else aten.movedim.int(h, -1, self.axis)
+        return _given(h if self.axis == -1 else aten.movedim.int(h, -1, self.axis))
 
     def _kept(self) -> tuple[list[Value], ...]:
         """What a merge keeps for its backward instead of its row of phase 1; a compiler decides that itself."""
@@ -182,7 +189,7 @@ class Stream:
         total, *others = self.sources
         for other in others:
             total = aten.add.Tensor(total, other)
-        return total
+        return _given(total)
 
     def map(self, function: Callable[[Value], Value], axis: int, *, row_major: bool = False) -> Stream:
         """The stream whose sources went through ``function``, which is linear and acts on every token alike."""
@@ -320,6 +327,12 @@ def _holds(values: Iterable[Any], wanted: Callable[[Any], bool]) -> bool:
         elif wanted(value):
             return True
     return False
+
+
+def _given(value: Value) -> Value:
+    if Observer.active is not None:
+        Observer.active.given(value)
+    return value
 
 
 def _starts_with(values: tuple[Value, ...], first: tuple[Value, ...]) -> bool:

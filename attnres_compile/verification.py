@@ -19,10 +19,12 @@ from attnres_compile.report import Check
 Mode = Literal["full", "quick", "off"]
 SEED = 0
 
-NO_GRADIENT = "chains whose queries get no gradient"
+PUSHES, READS = "pushes seen", "reads made"
+NO_CHANGE, NO_GRADIENT = "random queries change the output", "chains whose queries get no gradient"
 UNRECORDED = (
-    "Its layers run where autograd does not record them: under torch.no_grad, or in an autograd function of its own, "
-    "as reversible layers do"
+    "Its layers run where autograd does not record them (under torch.no_grad, or in an autograd function of its own, "
+    "as reversible layers do), or its reads cancel out (x - x, a branch times zero). Leave it out with `chains=`, or "
+    "change that"
 )
 NOISY = "If the model is noisy by itself, pass verify='off' and compare with attnres_compile.verify"
 
@@ -59,13 +61,15 @@ def run_checks(
         if pushes is not None:
             wrong = sum(abs(observer.pushes.get(chain, 0) - count) for chain, count in pushes.items())
             seen = sum(observer.pushes.get(chain, 0) for chain in pushes)
-            checks.append(Check(f"pushes seen {seen} = adds found {sum(pushes.values())}", float(wrong), 0.0))
+            checks.append(Check(f"{PUSHES} {seen} = adds found {sum(pushes.values())}", float(wrong), 0.0))
         if mode == "full":
             second = next((other for other in other_shapes(inputs) if _runs(original, other)), None)
             if second is not None:
                 checks.append(pair.forward("the same at a second shape", second))
             checks.append(pair.gradients("gradients in eval mode", inputs, training=False))
             checks.append(pair.gradients("outputs and gradients in training mode", inputs, training=True))
+        if not all(check.passed for check in checks if check.tolerance):
+            observer.refuse_in_place()
         checks += _alive(transformed, inputs, observer if pushes is not None else None)
     return checks
 
@@ -74,15 +78,29 @@ def raise_failures(checks: list[Check], model: str) -> None:
     """Raise when a check failed.
 
     Raises:
+        RefusedError: the model computes the same, but no output depends on a chain's queries, or the live streams are
+            not those of the graph.
         VerificationError: with every failed check and its figures.
     """
     failed = [check for check in checks if not check.passed]
+    figures = "; ".join(f"{check.name}: {check.error:.1e} (allowed {check.tolerance:.0e})" for check in failed)
+    dead = [check.name for check in failed if check.name.startswith((NO_CHANGE, NO_GRADIENT))]
+    if failed and len(dead) == len(failed):
+        raise RefusedError(
+            f"the outputs of {model} do not depend on the reads of every chain ({figures}): those would learn nothing. "
+            f"The model is left as it was. {UNRECORDED}"
+        )
+    counts = [check.name for check in failed if check.name.startswith((PUSHES, READS))]
+    if failed and len(dead) + len(counts) == len(failed):
+        raise RefusedError(
+            f"the live streams of {model} are not those of its graph ({figures}): at some call a module gets the "
+            "stream in another argument, gets a tensor in its place, or hands on what it also adds to. The model is "
+            "left as it was. Give every visit a module of its own, or transform the exported program, whose graph "
+            "tells the calls apart"
+        )
     if failed:
-        figures = "; ".join(f"{check.name}: {check.error:.1e} (allowed {check.tolerance:.0e})" for check in failed)
-        lost = any(check.name == NO_GRADIENT for check in failed)
         raise VerificationError(
-            f"{model} does not compute the same with depth attention: {figures}. The model is left as it was. "
-            + (UNRECORDED if lost else NOISY)
+            f"{model} does not compute the same with depth attention: {figures}. The model is left as it was. {NOISY}"
         )
 
 
@@ -241,12 +259,10 @@ def _alive(transformed: nn.Module, inputs: Inputs, observer: Observer | None) ->
             reads.get_parameter("query").zero_()
         before = call(model, inputs)
     unchanged = 0.0 if relative_error([a.detach() for a in after], before) > 0 else 1.0
-    dead = sum(1 for gradient in found.values() if gradient is None or not bool(gradient.any()))
-    checks = [
-        Check("random queries change the output", unchanged, 0.0),
-        Check(NO_GRADIENT, float(dead), 0.0),
-    ]
+    dead = [str(i) for i, gradient in enumerate(found.values()) if gradient is None or not bool(gradient.any())]
+    which = f" ({', '.join(dead)})" if dead else ""
+    checks = [Check(NO_CHANGE, unchanged, 0.0), Check(NO_GRADIENT + which, float(len(dead)), 0.0)]
     if observer is not None:
         rows = sum(reads.get_parameter("query").shape[0] for reads in chains)
-        checks.append(Check(f"reads made {len(observer.rows)} = rows {rows}", float(rows - len(observer.rows)), 0.0))
+        checks.append(Check(f"{READS} {len(observer.rows)} = rows {rows}", float(rows - len(observer.rows)), 0.0))
     return checks

@@ -243,6 +243,25 @@ def test_in_place_adds_are_functionalised() -> None:
     assert_close(module(x), model.norm(final))
 
 
+class Row(models.Pair):
+    """A row of the state is changed in place, and the state is used afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x)
+        x[:, 0].add_(1.0)
+        return x + self.g(x)
+
+
+def test_changes_of_a_view_are_functionalised() -> None:
+    model = models.Net(models.Block(), Row(), models.Block())
+    original = exported(model, example())
+    result = ac.transform(original, block_size=1)
+    assert [chain.adds for chain in result.attnres_report.chains] == [4, 3]  # type: ignore[attr-defined]
+    assert_close(result.module()(example().double()), model(example().double()))
+    with pytest.raises(RefusedError, match=r"changed in place \(by an in-place `add_` at .*test_graphs\.py:\d+\)"):
+        ac.transform(model, example().double(), block_size=1)
+
+
 def test_chain_inside_one_function() -> None:
     """What a live module cannot do: the source crosses no module boundary."""
     model, x = models.OneFunction(), example(2, 5, WIDTH)

@@ -176,7 +176,7 @@ def test_in_place_activations_leave_the_source() -> None:
     assert same(F.relu(stream, inplace=True), expected)
     assert torch.equal(source, random())
     # The original would have changed the stream itself.
-    with pytest.raises(RefusedError, match="by `relu` with inplace=True"):
+    with pytest.raises(RefusedError, match="by an in-place `relu`"):
         stream.read()
 
 
@@ -204,6 +204,40 @@ def test_old_value_of_an_in_place_operation_is_stale(change: Operation) -> None:
     for use in (lambda: stream + 1, stream.tanh, lambda: stream.view(-1), stream.read, lambda: F.relu(stream)):
         with pytest.raises(RefusedError, match=where):
             use()
+
+
+VIEWS: dict[str, Operation] = {
+    "row": lambda x: x[:, 0],
+    "slice": lambda x: x[:, 1:],
+    "view": lambda x: x.view(-1, x.shape[-1]),
+    "transpose": lambda x: x.transpose(0, 1),
+    "contiguous": lambda x: x.contiguous(),
+    "two of them": lambda x: x.transpose(0, 1)[0],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_change_in_place_reaches_what_shares_its_memory(name: str) -> None:
+    stream = pushed(begun(), 2)
+    view, other = VIEWS[name](stream), VIEWS[name](stream)
+    after = view.add_(1.0)
+    assert_close(after.total(), VIEWS[name](stream.map(lambda v: v, -1)).total() + 1.0)
+    for old in (stream, other):
+        with pytest.raises(RefusedError, match=rf"changed in place \(by an in-place `add_` at {re.escape(__file__)}"):
+            old.read()
+    stream = pushed(begun(), 2)
+    VIEWS[name](stream.add_(1.0)).read()
+    with pytest.raises(RefusedError, match="changed in place"):
+        VIEWS[name](stream)
+
+
+@pytest.mark.parametrize("copy", [lambda x: x.clone(), lambda x: x * 2, lambda x: x + 1, lambda x: x.float()])
+def test_a_change_in_place_leaves_copies(copy: Operation) -> None:
+    stream = pushed(begun(), 2)
+    expected = copy(stream).total()
+    copied = copy(stream)
+    stream.add_(1.0)
+    assert_close(copied.total(), expected)
 
 
 @pytest.mark.parametrize("change", [lambda x: x.add_(0), lambda x: operator.iadd(x, 0)])

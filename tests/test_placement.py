@@ -13,7 +13,7 @@ from attnres_compile.capture.trace import capture
 from attnres_compile.errors import RefusedError
 from attnres_compile.passes.base import run
 from attnres_compile.passes.pipelines import live
-from attnres_compile.placement import attachments
+from attnres_compile.placement import _nearest, attachments
 from tests.passes import models
 from tests.passes.models import WIDTH, Block, Net, Pair
 from tests.passes.tracing import example, subject
@@ -115,6 +115,16 @@ class InContainer(Net):
 def test_place_of_the_source(make: Callable[[], nn.Module], place: Place) -> None:
     attachment = only(make())
     assert (attachment.module, attachment.place) == ("layers.0", place)
+
+
+def test_place_that_holds_the_source_at_most_calls() -> None:
+    """Both arguments are the source at the first call, and one of them is a later state at the second."""
+    source, later = example(2, 5, WIDTH), example(2, 5, WIDTH, seed=1)
+    x, y = Place("x", 0, ()), Place("y", 1, ())
+    assert _nearest(source, [(x, source), (y, source)]) == x
+    assert _nearest(source, [(x, source), (y, source), (x, later), (y, source)]) == y
+    assert _nearest(source, [(x, later), (y, source + 1e-3)]) == y
+    assert _nearest(source, [(x, source[0])]) is None
 
 
 class TwoOutputs(nn.Module):

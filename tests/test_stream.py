@@ -237,16 +237,27 @@ def test_read_keeps_the_dtype() -> None:
 
 def test_stale_states_are_refused() -> None:
     stream = pushed(begun(), 2)
-    stream.stale = "by a test"
+    stream.changes.append("by a test")
     for use in (stream.read, stream.total, stream.current, lambda: stream.sources):
         with pytest.raises(RefusedError, match=r"changed in place \(by a test\)"):
             use()
     assert tuple(stream.shape) == SHAPE
 
 
+def test_states_that_share_memory_are_stale_together() -> None:
+    stream = pushed(begun(), 2)
+    view, moved, after = stream.map(lambda v: v, -1).sharing(stream), stream.at(3), stream.push(random())
+    stream.changes.append("by a test")
+    for state in (stream, view, moved):
+        with pytest.raises(RefusedError, match="by a test"):
+            state.current()
+    assert after.current() is after
+    assert after.sharing(stream).current() is after
+
+
 def test_stale_states_are_refused_when_moved() -> None:
     stream = pushed(begun(), 2)
-    stream.stale = "by a test"
+    stream.changes.append("by a test")
     with pytest.raises(RefusedError, match="changed in place"):
         stream.at(3)
 

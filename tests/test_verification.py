@@ -112,7 +112,9 @@ def test_detached_chain() -> None:
     original, model = pair()
     for twin in (original, model):
         twin.norm.register_forward_pre_hook(lambda m, args: (args[0].detach(),))
-    assert failed(original, model) == {DEAD}
+    assert failed(original, model) == {f"{DEAD} (0)"}
+    with pytest.raises(RefusedError, match=r"do not depend on the reads of every chain .*\(0\).* with `chains=`"):
+        raise_failures(run_checks(original, model, INPUTS, None, "quick"), "Net")
 
 
 def test_wrong_number_of_pushes() -> None:
@@ -120,6 +122,8 @@ def test_wrong_number_of_pushes() -> None:
     checks = run_checks(original, model, INPUTS, {0: 5}, "quick")
     (wrong,) = (check for check in checks if not check.passed)
     assert (wrong.name, wrong.error) == ("pushes seen 4 = adds found 5", 1.0)
+    with pytest.raises(RefusedError, match=r"streams of Net are not those .* seen 4 = adds found 5.* exported program"):
+        raise_failures(checks, "Net")
     # two wrongs make no right: too many in one chain do not make up for too few in another
     (wrong, *_) = (check for check in run_checks(original, model, INPUTS, {0: 2, 1: 2}, "quick") if not check.passed)
     assert (wrong.name, wrong.error) == ("pushes seen 4 = adds found 4", 4.0)
@@ -211,6 +215,17 @@ def test_transform_refuses_and_leaves_the_model() -> None:
         ac.transform(model, example(), inplace=True)
     assert (list(model.state_dict()), len(model.layers[0]._forward_pre_hooks)) == (keys, hooks)
     assert not hasattr(model, "attnres_report")
+
+
+def test_a_read_that_is_changed_in_place_is_named() -> None:
+    class Half(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.f(x)
+            x[..., :2].relu_()
+            return x + self.g(x)
+
+    with pytest.raises(RefusedError, match=r"changed in place \(what was read at .*test_verification\.py:\d+\)"):
+        ac.transform(Net(Block(), Half()), example())
 
 
 def test_failures_are_listed() -> None:

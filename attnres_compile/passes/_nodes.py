@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from attnres_compile.arithmetic import operation_name
+from attnres_compile.arithmetic import changed_in_place, operation_name
 
 WEIGHT_OPS = frozenset(
     {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution"}
@@ -56,6 +56,24 @@ def shape(node: Any) -> tuple[int, ...] | None:
 def hints(sizes: Iterable[Any]) -> tuple[int, ...]:
     """Sizes, of symbolic ones the value that they had in the trace."""
     return tuple(int(n.node.hint) if isinstance(n, torch.SymInt) and n.node.has_hint() else n for n in sizes)
+
+
+def memory(node: Any) -> int | None:
+    """What the tensors that share their memory have in common, None for anything else."""
+    found = value(node)
+    if not isinstance(found, torch.Tensor) or not torch._C._has_storage(found):
+        return None
+    return found.untyped_storage()._cdata
+
+
+def changed(node: fx.Node, owner: nn.Module) -> fx.Node | None:
+    """The node that a call changes in place."""
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return None
+    module = owner.get_submodule(str(node.target)) if node.op == "call_module" else None
+    kwargs = {**node.kwargs, "inplace": True} if getattr(module, "inplace", False) is True else node.kwargs
+    found = changed_in_place(name_of(node, owner), node.args, kwargs)
+    return found if isinstance(found, fx.Node) else None
 
 
 def is_float(node: Any) -> bool:

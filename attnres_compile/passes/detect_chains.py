@@ -83,15 +83,18 @@ class DetectChains:
 
 
 def _reaching(module: fx.GraphModule, *, detached: bool = True) -> set[fx.Node]:
-    """The nodes that an output, or a change in place, depends on; not ``detached``: with a gradient."""
+    """The nodes that an output depends on, through changes in place too; not ``detached``: with a gradient."""
     found: set[fx.Node] = set()
+    memories: set[int | None] = set()
     for node in reversed(module.graph.nodes):
-        name = _nodes.name_of(node, module)
-        if name == "detach" and not detached:
+        if not detached and _nodes.name_of(node, module) == "detach":
             found.discard(node)
             continue
-        if node in found or node.op == "output" or node.is_impure() or name.endswith("_") or name == "setitem":
+        changed = _nodes.changed(node, module)
+        acts = node.is_impure() if changed is None else _nodes.memory(changed) in memories
+        if node in found or node.op == "output" or acts:
             found.update((node, *node.all_input_nodes))
+            memories.update(map(_nodes.memory, node.all_input_nodes))
     return found
 
 

@@ -142,13 +142,16 @@ class _Walk:
         inputs = [source for source in node.all_input_nodes if source in self.states]
         for source in inputs:
             self._enter(node, source)
-        if inputs:
-            state = self._same(node) or self._behind(node, inputs) or self._added(node) or self._carried(node)
-            if state is not None and state.chain >= 0:
-                self.states[node] = state
-            elif state is None and _nodes.name_of(node, self.module) not in METADATA:
-                for source in inputs:
-                    self._read(node, self.states[source])
+        state = self._same(node)
+        if state is None:
+            unseen.update(self._behind(node, inputs))
+            inputs = [source for source in inputs if source in self.states]
+            state = self._added(node) or self._carried(node)
+        if state is not None:
+            self.states[node] = state
+        elif _nodes.name_of(node, self.module) not in METADATA:
+            for source in inputs:
+                self._read(node, self.states[source])
         if node in self.sources and node not in self.states:
             axis, start = self.sources[node]
             self.states[node] = State(len(self.chains), 0, axis)
@@ -182,16 +185,17 @@ class _Walk:
         source = node.args[0] if node.args else None
         return self._state(source) if changes_nothing(node, self.module) else None
 
-    def _behind(self, node: fx.Node, inputs: list[fx.Node]) -> State | None:
-        """A read at a boundary: inside, the stream is a plain tensor. Leaves no state (chain -1) when all are."""
-        keys = {source: self.boundaries.key(self.chains[self.states[source].chain].source, node) for source in inputs}
-        if any(key is None for key in keys.values()):
-            return None
-        for source, key in keys.items():
-            assert key is not None
-            self._read(node, self.states[source], leaving=key == EXIT)
-            self.chains[self.states[source].chain].boundaries[node] = key
-        return State(-1, 0, 0)
+    def _behind(self, node: fx.Node, inputs: list[fx.Node]) -> dict[fx.Node, State]:
+        """Reads at boundaries: inside, these streams are plain tensors."""
+        hidden = {}
+        for source in inputs:
+            chain = self.chains[self.states[source].chain]
+            key = self.boundaries.key(chain.source, node)
+            if key is not None:
+                hidden[source] = self.states.pop(source)
+                self._read(node, hidden[source], leaving=key == EXIT)
+                chain.boundaries[node] = key
+        return hidden
 
     def _added(self, node: fx.Node) -> State | None:
         if node.op not in ("call_function", "call_method"):

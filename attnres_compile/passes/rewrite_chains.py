@@ -82,6 +82,9 @@ class _Rewriter:
         self.parameters = dict(zip(self.chains, parameters, strict=True))
         self.emitter = _Emitter(self.graph)
         self.values: dict[fx.Node, Any] = {}
+        self.order = {node: i for i, node in enumerate(module.graph.nodes)}
+        # Per memory the last node that changed it in place.
+        self.changes: dict[int | None, fx.Node] = {}
         self.reads: dict[tuple[int, str], Any] = {}
         self.alive: list[Stream] = []  # keeps the keys of ``reads`` unique
 
@@ -93,9 +96,10 @@ class _Rewriter:
             value = self._visit(node)
             if node in self.sources and not is_stream(value):
                 value = self._start(self.sources[node], value)
+            self._note_change(node, value)
             self.values[node] = value
         for node in reversed(self.graph.nodes):
-            if STAMP in node.meta and not node.users:
+            if STAMP in node.meta and not node.users and _nodes.changed(node, self.module) is None:
                 self.graph.erase_node(node)
         return self.graph
 
@@ -106,6 +110,7 @@ class _Rewriter:
         return Stream((value,), None, None, 0, chain.axis, chain.plan, reads)
 
     def _visit(self, node: fx.Node) -> Any:
+        self._refuse_changed(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._held)
         args, kwargs = _open(args), _open(kwargs)
         if not any(is_stream(self.values[source]) for source in node.all_input_nodes):
@@ -127,6 +132,31 @@ class _Rewriter:
             return dispatch(target, name, tuple(args), dict(kwargs))
         except RefusedError as error:
             raise RefusedError(f"{error} ({_nodes.location(node)})") from error
+
+    def _refuse_changed(self, node: fx.Node) -> None:
+        """A node must not use what was changed in place under another name, where one of the names is a stream."""
+        for source in node.all_input_nodes:
+            changed = self.changes.get(_nodes.memory(source))
+            if changed is not None and self.order[source] < self.order[changed]:
+                raise RefusedError(
+                    "the residual stream, or a branch that it keeps, was changed in place (by an in-place "
+                    f"`{_nodes.name_of(changed, self.module)}`) and its memory is used afterwards under another name; "
+                    f"rebind the result (`x = x + f(x)`) and keep no second name for the stream "
+                    f"({_nodes.location(node)}, changed at {_nodes.location(changed)})"
+                )
+
+    def _note_change(self, node: fx.Node, result: Any) -> None:
+        """Remember whose memory a node changes in place: a stream's own, or that of a tensor that streams keep."""
+        changed = _nodes.changed(node, self.module)
+        memory = None if changed is None else _nodes.memory(changed)
+        if memory is None or changes_nothing(node, self.module):
+            return
+        for other, value in self.values.items():
+            held = _nodes.memory(other)
+            if is_stream(value) and memory in (held, *map(_memory, (*value.blocks, value.partial))):
+                self.changes[held] = node
+        if is_stream(result):
+            self.changes[memory] = node
 
     def _held(self, node: fx.Node) -> Any:
         return _Held(self.values[node])
@@ -157,6 +187,10 @@ class _Held:
 
 def _open(value: Any) -> Any:
     return fx.node.map_aggregate(value, lambda leaf: leaf.value if isinstance(leaf, _Held) else leaf)
+
+
+def _memory(value: Any) -> int | None:
+    return None if value is None else _nodes.memory(value.node)
 
 
 def _node(value: Any) -> Any:

@@ -6,6 +6,7 @@ module calls read at their entry; what is an add, which states are read and wher
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, fx, nn
 from attnres_compile.arithmetic import operation_name
 from attnres_compile.chains import ResidualChain
 from attnres_compile.ops import reference
+from attnres_compile.passes import _nodes
 from attnres_compile.passes.follow import EXIT
+from attnres_compile.passes.starts import sees
 
 SAME = {"clone", "contiguous", "alias", "to", "_to_copy", "float", "double", "dropout"}
 ROWS = {"view", "reshape", "flatten", "unsqueeze", "squeeze", "getitem", "slice", "select", "index", "_unsafe_view"}
@@ -24,7 +27,7 @@ EPS = 1e-6
 
 
 class UnsureError(Exception):
-    """A program for which the rules in words say nothing: it changes a stream in place in some other way."""
+    """A program for which the rules in words say nothing: it uses another view of what it changed in place."""
 
 
 @dataclass(eq=False)
@@ -35,7 +38,6 @@ class State:
     position: int
     axis: int
     terms: tuple[tuple[int, Tensor], ...]
-    changed: bool = False
 
     @property
     def tensor(self) -> Tensor:
@@ -45,6 +47,11 @@ class State:
     def mapped(self, function: Any, axis: int) -> "State":
         """The state whose terms went through a function."""
         return State(self.chain, self.position, axis, tuple((p, function(term)) for p, term in self.terms))
+
+    def become(self, after: "State") -> "State":
+        """What a change in place makes of this very value."""
+        self.position, self.terms = after.position, after.terms
+        return self
 
     def pushed(self, term: Tensor) -> "State":
         """The state after one more term."""
@@ -59,14 +66,28 @@ class Interpreter(fx.Interpreter):
     Run once to learn which states are read, then with parameters.
     """
 
-    def __init__(self, module: fx.GraphModule, chains: Sequence[ResidualChain], block_size: int) -> None:
+    def __init__(
+        self, module: fx.GraphModule, chains: Sequence[ResidualChain], block_size: int, *, live: bool = False
+    ) -> None:
         super().__init__(module, graph=module.graph)
+        self.live = live
         self.chains, self.block_size = list(chains), block_size
         self.starts = {chain.source: i for i, chain in enumerate(chains)}
         self.read_at: list[set[int]] = [set() for _ in chains]
         self.leaving: list[set[int]] = [set() for _ in chains]
         self.length = [0 for _ in chains]
         self.parameters: list[tuple[Tensor, Tensor]] | None = None
+        # Per run: reads at boundaries; names of memory that was changed, and the boundary behind which they follow.
+        self.mixes: dict[tuple[State, int, str], Tensor] = {}
+        self.stale: dict[fx.Node, str | None] = {}
+        self.unsure: set[fx.Node] = set()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward."""
+        self.mixes.clear()
+        self.stale.clear()
+        self.unsure.clear()
+        return super().run(*args, **kwargs)
 
     def learn(self, *inputs: Any) -> list[int]:
         """The number of states read, per chain."""
@@ -77,15 +98,48 @@ class Interpreter(fx.Interpreter):
         return [len(read) for read in self.read_at]
 
     def run_node(self, n: fx.Node) -> Any:
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if any(source in self.unsure or self.is_stale(source, n) for source in n.all_input_nodes):
+            self.unsure.add(n)
+            if n.op == "output":
+                raise UnsureError("another name of a stream that was changed in place")
+        seen: Any = partial(self.seen, n)
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), seen)
         states = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, State)]
-        if any(state.changed for state in states):
-            raise UnsureError("an old name of a stream that was changed in place")
-        value = self.on_states(n, args, kwargs) if states else super().run_node(n)
+        value = self.on_states(n, args, kwargs) if states else self.call(n, args, kwargs)
+        if (changed := _nodes.changed(n, self.module)) is not None:
+            self.note_change(n, changed, value)
         if n in self.starts and not isinstance(value, State):
             i = self.starts[n]
-            value = State(i, 0, self.chains[i].axis, ((0, value.clone()),))
+            # A live stream keeps its source itself, which may change until the stream starts.
+            value = State(i, 0, self.chains[i].axis, ((0, value if self.live else value.clone()),))
         return value
+
+    def seen(self, n: fx.Node, source: fx.Node) -> Any:
+        """What a node gets from another: where a live stream has not started, its source is a tensor still."""
+        value = self.env[source]
+        start = self.chains[self.starts[source]].start if source in self.starts else None
+        unseen = self.live and start is not None and isinstance(value, State) and not sees(start, n)
+        return value.terms[0][1] if unseen else value
+
+    def note_change(self, n: fx.Node, changed: fx.Node, value: Any) -> None:
+        """Find the names of the memory that a node changed in place that do not follow, a stream being among them."""
+        names = {other: held for other, held in self.env.items() if _nodes.memory(other) == _nodes.memory(changed)}
+        self.unsure |= names.keys() if n in self.unsure else set()
+        if any(isinstance(held, State) for held in (value, *names.values())):
+            for other, held in names.items():
+                tensor = held.terms[0][1] if isinstance(held, State) and held.position == 0 else held
+                if held is not value and not one_memory(tensor, value):
+                    self.stale[other] = self.boundary(n, held) if other is changed else None
+
+    def is_stale(self, source: fx.Node, n: fx.Node) -> bool:
+        """Whether a node uses an old name, and not behind the boundary where that was changed with the others."""
+        return source in self.stale and self.stale[source] != (self.boundary(n, self.env[source]) or n)
+
+    def boundary(self, n: fx.Node, state: Any) -> str | None:
+        """Behind which boundary a node gets a state as a tensor."""
+        if not isinstance(state, State):
+            return None
+        return EXIT if n.op == "output" else self.chains[state.chain].boundaries.get(n)
 
     def on_states(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         """What a node does where there are states among its arguments."""
@@ -101,12 +155,6 @@ class Interpreter(fx.Interpreter):
         carried = self.carried(n, name, args, kwargs)
         if carried is not None:
             return carried
-        first = args[0] if args else None
-        if isinstance(first, State) and (name.endswith("_") or kwargs.get("inplace") or "out" in kwargs):
-            raise UnsureError(name)
-        module = self.module.get_submodule(str(n.target)) if n.op == "call_module" else None
-        if getattr(module, "inplace", False) and isinstance(first, State):
-            raise UnsureError(name)
         return self.call(n, *replaced((args, kwargs), self.read))
 
     def call(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -122,10 +170,12 @@ class Interpreter(fx.Interpreter):
 
     def at_boundary(self, n: fx.Node, state: State) -> Any:
         """The state, or the read that a module (or the exit) makes of it."""
-        key = EXIT if n.op == "output" else self.chains[state.chain].boundaries.get(n)
+        key = self.boundary(n, state)
         if key is None:
             return state
-        return self.read(state, leaving=key == EXIT)
+        at = state, state.position, key
+        self.mixes[at] = self.mixes[at] if at in self.mixes else self.read(state, leaving=key == EXIT)
+        return self.mixes[at]
 
     def read(self, state: State, *, leaving: bool = False) -> Tensor:
         """The depth-attention mix of the state's blocks."""
@@ -182,9 +232,7 @@ class Interpreter(fx.Interpreter):
         if torch.broadcast_shapes(shape, value.shape) != shape:
             return None
         after = skip.pushed(factor * value)
-        if name.endswith("_") and isinstance(original, State) and skip is original:
-            original.changed = True
-        return after
+        return skip.become(after) if isinstance(original, State) and skip is original and name.endswith("_") else after
 
     def plain(self, value: Any) -> Any:
         return self.read(value) if isinstance(value, State) else value
@@ -208,8 +256,7 @@ class Interpreter(fx.Interpreter):
             if isinstance(factor, Tensor) and (factor.numel() != 1 or factor.ndim > before.ndim):
                 return None
             scaled = state.mapped(lambda term: term / factor if name == "div" else term * factor, axis)
-            state.changed = state.changed or name == "mul_"
-            return scaled
+            return state.become(scaled) if name == "mul_" else scaled
         if name in ("transpose", "permute"):
             # Where the features went, a tensor whose sizes are its axes' numbers tells.
             marks = torch.empty(*range(2, 2 + before.ndim))
@@ -221,6 +268,12 @@ class Interpreter(fx.Interpreter):
             features = len(shape) > 0 and shape[-1] == before.shape[-1]
             return state.mapped(apply, axis) if features else None
         return None
+
+
+def one_memory(a: Any, b: Any) -> bool:
+    """Whether two values are tensors, and views of one."""
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return both and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def leaves(value: Any) -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, fx, nn
 
 from attnres_compile.chains import Refusal, ResidualChain, Start
-from attnres_compile.passes.detect_chains import DETACHED, NO_BOUNDARY, DetectChains
+from attnres_compile.passes.detect_chains import DETACHED, NO_BOUNDARY, UNUSED, DetectChains
 from tests.passes import models
 from tests.passes.models import WIDTH, Net
 from tests.passes.tracing import example, exported, listing, structure, subject, traced
@@ -280,3 +280,19 @@ def test_a_start_that_is_called_with_something_else_is_refused(graph: Callable[.
 
 def test_a_refusal_is_a_change() -> None:
     assert DetectChains()(subject(traced(Net(models.PostNorm(), models.PostNorm()))))
+
+
+@either
+@pytest.mark.parametrize("used", [False, True])
+def test_a_change_in_place_counts_where_its_memory_is_used(graph: Callable[..., fx.GraphModule], used: bool) -> None:
+    class Written(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            into = x.cos()
+            rows = into.view(-1, 3)
+            rows.add_(super().forward(x)[..., :3].reshape(-1, 3))
+            return into if used else x
+
+    found = subject(graph(Written(), example()))
+    DetectChains()(found)
+    assert bool(found.chains) == used
+    assert [refusal.reason for refusal in found.refusals] == [UNUSED] * (not used)

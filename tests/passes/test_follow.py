@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from attnres_compile.chains import ResidualChain
+from attnres_compile.passes import _nodes
 from attnres_compile.passes.follow import EXIT, Boundaries, changes_nothing, follow
 from attnres_compile.passes.starts import Source
 from tests.passes import models
@@ -216,6 +217,32 @@ def test_exit_of_the_container(graph: Callable[..., fx.GraphModule]) -> None:
     assert pushed(kept) == [1, 2, 3, 4]
     assert kept.container == "encoder.layers"
     assert {kept.boundaries[node] for node in kept.readers[4]} == {EXIT}
+
+
+@either
+def test_streams_cross_boundaries_one_by_one(graph: Callable[..., fx.GraphModule]) -> None:
+    """To a sum behind the first stream's boundary the first is a tensor, and the second goes on."""
+
+    class Reader(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin()
+            return x + y + y.cos()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reader = Reader()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.reader(x)
+
+    module = graph(Model(), example(2, 5, WIDTH))
+    node = {node.name: node for node in module.graph.nodes}
+    key = next(call.key for call in _nodes.calls(node["sin"]) if call.path == "reader")
+    sources = {node["x"]: Source(-1, None), node["sin"]: Source(-1, None)}
+    first, second = follow(module, sources, Boundaries({node["x"]: frozenset({key})}, {}))
+    assert (pushed(first), pushed(second)) == ([], [1, 2])
+    assert first.boundaries == {node["sin"]: key, node["add"]: key}
 
 
 @pytest.mark.parametrize(

@@ -345,3 +345,47 @@ def test_use_of_the_old_value_after_an_in_place_add_is_refused() -> None:
     assert found.chains
     with pytest.raises(RefusedError, match=r"changed in place.*test_rewrite_chains\.py:\d+: return x \+ self"):
         run((RewriteChains(parameters),), found)
+
+
+class ChangedUnderAnotherName(nn.Module):
+    """Something is changed in place, and what shares its memory is used afterwards."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change, self.f, self.g = change, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.f(x.tanh())
+        return x + self.g(self.change(x, f, x + f).sin())
+
+
+def row_of_a_state(x: Tensor, f: Tensor, y: Tensor) -> Tensor:
+    y[:, 0].add_(f[:, 0])
+    return y
+
+
+def first_half_of_a_state(x: Tensor, f: Tensor, y: Tensor) -> Tensor:
+    torch.relu_(y[..., :2])
+    return y
+
+
+def kept_branch(x: Tensor, f: Tensor, y: Tensor) -> Tensor:
+    f.mul_(2.0)
+    return y
+
+
+def tensor_to_which_a_state_is_added(x: Tensor, f: Tensor, y: Tensor) -> Tensor:
+    z = f.cos()
+    z.add_(y)
+    return z
+
+
+CHANGES = [row_of_a_state, first_half_of_a_state, kept_branch, tensor_to_which_a_state_is_added]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_memory_that_is_changed_in_place_is_used_under_no_other_name(change: Callable[..., Tensor]) -> None:
+    found = run(GRAPH, subject(traced(net(lambda: ChangedUnderAnotherName(change), Block)(), example()), block_size=1))
+    assert found.chains
+    with pytest.raises(RefusedError, match=r"changed in place .*, changed at .*test_rewrite_chains\.py:\d+: \S+"):
+        run((RewriteChains(parameters),), found)
