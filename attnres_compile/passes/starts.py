@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 from torch import fx
 
-from attnres_compile.arithmetic import CASTS, DROPOUTS, PERMUTATIONS, UNCHANGED, as_addition, permutation
+from attnres_compile.arithmetic import (
+    CASTS,
+    DROPOUTS,
+    PERMUTATIONS,
+    ROW_MAJOR,
+    UNCHANGED,
+    as_addition,
+    carried_axis,
+    permutation,
+)
 from attnres_compile.chains import ResidualChain, Start
 from attnres_compile.passes import _nodes
 from attnres_compile.passes.residual_sums import Sums, carried_input
@@ -19,6 +28,8 @@ CHANNELS_FIRST = frozenset(
 FEATURES_LAST = frozenset(
     {"layer_norm", "rms_norm", "linear", "LayerNorm", "RMSNorm", "Linear", "matmul", "addmm", "mm"}
 )
+# What leaves every axis where it is.
+PASSING = UNCHANGED | CASTS | DROPOUTS | {"add", "add_", "mul", "pad", "constant_pad_nd", "roll"}
 
 
 class Source(NamedTuple):
@@ -117,21 +128,23 @@ def _upstream(node: fx.Node, module: fx.GraphModule) -> list[fx.Node]:
 def feature_axis(source: fx.Node, module: fx.GraphModule) -> int:
     """The axis that the first norm, convolution or matrix product downstream normalises or mixes."""
     ndim = len(_nodes.shape(source) or ())
-    queue = deque([(source, list(range(ndim)))])
+    # Which axis of the source each axis of a node is; None where a reshape does not tell.
+    queue: deque[tuple[fx.Node, list[int | None]]] = deque([(source, list(range(ndim)))])
     seen = {source}
     while queue:
         node, order = queue.popleft()
         for user in node.users:
-            name = _nodes.name_of(user, module)
-            if name in CHANNELS_FIRST and len(order) > 2:
-                return order[1] - ndim
-            if name in FEATURES_LAST:
-                return order[-1] - ndim
-            passes_on = name in UNCHANGED or name in CASTS or name in DROPOUTS or name in ("add", "add_", "mul")
-            after = order
+            name, sizes = _nodes.name_of(user, module), _nodes.shape(user) or ()
+            mixed = order[1] if name in CHANNELS_FIRST and len(order) > 2 else None
+            mixed = order[-1] if name in FEATURES_LAST else mixed
+            if mixed is not None:
+                return mixed - ndim
+            after = order if name in PASSING else None
             if name in PERMUTATIONS and (moved := permutation(name, user.args, len(order))) is not None:
-                passes_on, after = True, [order[i] for i in moved]
-            if passes_on and user not in seen and len(_nodes.shape(user) or ()) == ndim and len(seen) < 64:
+                after = [order[i] for i in moved]
+            elif name in ROW_MAJOR and carried_axis(name, user.args, _nodes.shape(node) or (), sizes, -1) == -1:
+                after = [None] * (len(sizes) - 1) + order[-1:]
+            if after is not None and user not in seen and len(sizes) == len(after) and len(seen) < 64:
                 seen.add(user)
                 queue.append((user, after))
     return -1

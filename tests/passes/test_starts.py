@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from attnres_compile import transform
 from attnres_compile.chains import Start
@@ -177,6 +178,10 @@ def test_feature_axis(graph: Graph, model: Callable[[], nn.Module], axis: int) -
         (lambda x, w, c: c(x), -3),
         (lambda x, w, c: c(x.permute(0, 3, 1, 2)), -1),
         (lambda x, w, c: x.exp(), -1),
+        # windows of tokens
+        (lambda x, w, c: w(F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, 1)).roll(1, 2).reshape(2, 20, 4)), -3),
+        # a reshape after which nothing is known of the last axis
+        (lambda x, w, c: w(x.flatten(1, 2).unflatten(1, (4, 4)).transpose(1, 3)), -1),
     ],
 )
 def test_axis_of_what_mixes_features_first(function: Callable[..., Tensor], axis: int) -> None:
