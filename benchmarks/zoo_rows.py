@@ -93,6 +93,7 @@ def _described(report: Any, error: float) -> Row:
         "error": error,
         "adds": [chain.adds for chain in report.chains],
         "sublayers": [chain.sublayers for chain in report.chains],
+        "widths": [chain.width for chain in report.chains],
         "uncovered": [f"{r.reason} ({r.where})"[:300] for r in report.refused],
     }
 

@@ -153,6 +153,12 @@ def test_sum_of_a_function_and_an_output(graph: Graph) -> None:
     assert all(check.passed for check in report.checks)
 
 
+def test_maps_and_tokens_are_one_stream() -> None:
+    report: Any = transform(Net(models.OverMaps(), models.OverMaps()), example(), block_size=2).attnres_report
+    assert [found.adds for found in report.chains] == [4]
+    assert all(check.passed for check in report.checks)
+
+
 @pytest.mark.parametrize(
     ("model", "axis"),
     [
@@ -195,6 +201,32 @@ def test_axis_of_what_mixes_features_first(function: Callable[..., Tensor], axis
 
     module = traced(Reader(), example(2, 4, 4, 4))
     source = next(node for node in module.graph.nodes if node.op == "placeholder")
+    assert starts.feature_axis(source, module) == axis
+
+
+@pytest.mark.parametrize(
+    ("function", "axis"),
+    [
+        (lambda x, w, c: c(x), -3),
+        (lambda x, w, c: c(x).permute(0, 2, 3, 1).contiguous(), -1),
+        (lambda x, w, c: w(x), -1),
+        (lambda x, w, c: w(x).transpose(1, 3) * 2.0, -3),
+        (lambda x, w, c: c(x).exp(), -1),
+    ],
+)
+def test_axis_of_what_made_the_source(function: Callable[..., Tensor], axis: int) -> None:
+    """Where the branches take the features apart before they mix them."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.mix = nn.Linear(4, 4), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return torch.sin(function(x, self.linear, self.mix)).split(2, 1)
+
+    module = traced(Reader(), example(2, 4, 4, 4))
+    source = next(node for node in module.graph.nodes if node.target is torch.sin).all_input_nodes[0]
     assert starts.feature_axis(source, module) == axis
 
 
