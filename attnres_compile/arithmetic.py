@@ -7,11 +7,13 @@ reading. Everything else reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 Target = Callable[..., Any] | str
@@ -120,17 +122,31 @@ def carried_axis(name: str, args: Sequence[Any], before: Sequence[Any], after: S
         after: shape of the result.
         axis: the feature axis, counted from the end.
     """
-    ndim, last = len(before), axis == -1
-    same_width = len(after) > 0 and after[-1] == before[-1]
     if name in UNCHANGED or name in CASTS or name in SCALINGS or name in DROPOUTS:
         return axis
+    ndim, last = len(before), axis == -1
+    if not ndim:
+        return None
+    same_width = len(after) > 0 and after[-1] == before[-1]
     if name in ROW_MAJOR:
-        return axis if (last and same_width) or list(before) == list(after) else None
+        if (last and same_width) or list(before) == list(after):
+            return axis
+        return None if last else _whole_axis(before, after, axis)
     if name in INDEXING:
         return -1 if last and same_width and _leaves_last_axis(name, args, ndim, before, after) else None
     if name in PERMUTATIONS:
         order = permutation(name, args, ndim)
         return None if order is None else order.index(axis + ndim) - ndim
+    return None
+
+
+def _whole_axis(before: Sequence[Any], after: Sequence[Any], axis: int) -> int | None:
+    """Where an axis is after a reshape that neither splits it nor joins it with another: as much comes before it."""
+    outer, width = math.prod(before[:axis]), before[axis]
+    for i, n in enumerate(after):
+        # Asked of symbolic sizes, this adds no guards.
+        if statically_known_true(n == width) and statically_known_true(math.prod(after[:i]) == outer):
+            return i - len(after)
     return None
 
 

@@ -196,7 +196,7 @@ class Stream:
         blocks = tuple(function(block) for block in self.blocks)
         partial = None if self.partial is None else function(self.partial)
         phase = _reshaped(self.phase, blocks[0]) if row_major and axis == -1 else None
-        folded_from = (self.blocks, self.phase) if row_major else None
+        folded_from = (self.blocks, self.phase) if row_major and axis == self.axis else None
         return self._with(blocks, partial, phase, axis=axis, folded_from=folded_from)
 
     def restored(self, shape: Sequence[Any], function: Callable[[Value], Value]) -> Stream | None:

@@ -191,10 +191,15 @@ def test_features_last(call: Call, expected: int | None) -> None:
         ("contiguous", Tensor.contiguous, (), -2),
         ("div", Tensor.div, (2,), -2),
         ("view", Tensor.view, (2, WIDTH, 4), -2),
-        ("view", Tensor.view, (2, WIDTH, 2, 2), None),
+        ("view", Tensor.view, (2, WIDTH, 2, 2), -3),
+        ("view", Tensor.view, (1, 2, WIDTH, 2, 2), -3),
+        ("view", Tensor.view, (2, 2, WIDTH // 2, 4), None),
+        ("flatten", Tensor.flatten, (0, 1), None),
+        ("flatten", Tensor.flatten, (1, 2), None),
         ("select", Tensor.select, (2, 0), None),
         ("getitem", Tensor.__getitem__, ((slice(None), slice(None), slice(0, 2)),), None),
-        ("unsqueeze", Tensor.unsqueeze, (0,), None),
+        ("unsqueeze", Tensor.unsqueeze, (0,), -2),
+        ("unsqueeze", Tensor.unsqueeze, (3,), -3),
     ],
 )
 def test_features_second_of_three(
@@ -202,6 +207,11 @@ def test_features_second_of_three(
 ) -> None:
     x = torch.zeros(2, WIDTH, 4)
     assert carried_axis(name, (x, *rest), x.shape, target(x, *rest).shape, -2) == expected
+
+
+@pytest.mark.parametrize("name", ["expand", "view", "unsqueeze", "getitem"])
+def test_a_number_has_no_features(name: str) -> None:
+    assert carried_axis(name, (torch.zeros(()), 1), (), (1,), -1) is None
 
 
 @pytest.mark.parametrize("mask", [torch.ones(2, dtype=torch.bool), torch.ones(2, 4, dtype=torch.bool)])

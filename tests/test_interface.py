@@ -257,6 +257,26 @@ def test_channels_first_reshapes(pushes: int) -> None:
     assert_close(stream.view(shape).read(), plain.read())
 
 
+@pytest.mark.parametrize("pushes", [0, 1, 2, 4])
+def test_channels_first_maps_and_tokens(pushes: int) -> None:
+    """`[batch, features, height, width]` becomes `[batch, tokens, features]` and a map again."""
+    shape = (2, WIDTH, 2, 2)
+    stream = begun((1, 2, 2, 1), random(*shape), -3)
+    plain = stream
+    stream = stream.flatten(2).transpose(1, 2)
+    for position in range(1, 1 + pushes):
+        branch = random(*shape, seed=position)
+        stream, plain = stream + branch.flatten(2).transpose(1, 2), plain + branch
+    assert stream.axis == -1
+    back = stream.transpose(1, 2).view(shape)
+    assert back.axis == -3
+    assert_close(back.read(), plain.read())
+    direct = plain.flatten(2)
+    assert direct.axis == -2
+    assert direct.unflatten(2, (2, 2)).axis == -3
+    assert_close(direct.unflatten(2, (2, 2)).read(), plain.read())
+
+
 @pytest.mark.parametrize("seen", [1, 3, 4])
 @pytest.mark.parametrize(
     "operation", [lambda x: F.dropout(x, 0.4, True), torch.nn.Dropout(0.4), lambda x: torch.dropout(x, 0.4, True)]

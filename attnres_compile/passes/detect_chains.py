@@ -19,7 +19,7 @@ its operations. Leaves alone sums that continue no stream, and chains of fewer t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from torch import fx
@@ -117,9 +117,7 @@ def _no_start(chain: ResidualChain, module: fx.GraphModule) -> str | None:
 def _not_scale_invariant(chain: ResidualChain, module: fx.GraphModule) -> str | None:
     for readers in chain.readers.values():
         for reader in readers:
-            stack = _nodes.calls(reader)
-            normed = _nodes.name_of(reader, module) in NORMS or (stack and "norm" in stack[-1].kind.lower())
-            if not normed:
+            if not _norms(reader, module):
                 return (
                     f"preserve=False needs readers that are scale-invariant, and {reader.name} "
                     f"({_nodes.location(reader)}) is no norm; use preserve=True"
@@ -181,9 +179,11 @@ def detect(
         for add in sums.residual
         if add.node not in pushed and add.root not in evidence
     ] + refusals
-    if not kept:
-        refusals += [Refusal(GATED, node.name, _nodes.location(node)) for node in sums.gated]
-        refusals = refusals or [Refusal(NO_ADD, "output", "in the whole graph")]
+    # Beside other chains a single gate is more likely a part of a branch.
+    gated = sums.gated_in_a_row if kept else sums.gated
+    refusals += [Refusal(GATED, node.name, _nodes.location(node)) for node in gated if node not in pushed]
+    if not kept and not refusals:
+        refusals = [Refusal(NO_ADD, "output", "in the whole graph")]
     return kept, refusals
 
 
@@ -224,14 +224,21 @@ def _anchor(chain: ResidualChain) -> None:
 
 
 def _why_not(add: fx.Node, module: fx.GraphModule) -> str:
-    readers = _first_readers(add, module)
-    following = {_nodes.name_of(reader, module) for reader in readers} - METADATA
-    normed = (_nodes.calls(reader)[-1].kind for reader in readers if _nodes.calls(reader))
-    if following & NORMS or any("norm" in kind.lower() for kind in normed):
+    readers = [node for node in _first_readers(add, module) if _nodes.name_of(node, module) not in METADATA]
+    following = {_nodes.name_of(reader, module) for reader in readers}
+    around = {call.key for call in _nodes.calls(add)}
+    if readers and all(_norms(reader, module, around) for reader in readers):
         return "post-norm: the sum is normalised before the next add, so no residual stream goes on"
     if following & ACTIVATIONS:
         return "activation after the add: the sum passes through it before the next add, so no residual stream goes on"
     return f"the stream ends after one sublayer; it is read next by {', '.join(sorted(following)) or 'nothing'}"
+
+
+def _norms(node: fx.Node, module: fx.GraphModule, around: Container[str] = ()) -> bool:
+    """Whether a node is a norm, or in a module named after one; those ``around`` hold more than a norm."""
+    stack = _nodes.calls(node)
+    inside = stack and stack[-1].key not in around and "norm" in stack[-1].kind.lower()
+    return bool(_nodes.name_of(node, module) in NORMS or inside)
 
 
 def _first_readers(node: fx.Node, module: fx.GraphModule) -> list[fx.Node]:

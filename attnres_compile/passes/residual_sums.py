@@ -52,11 +52,13 @@ class Sums:
         residual: the adds.
         depth: per node how many follow.
         gated: sums whose skip is multiplied by a tensor, such as one weight a feature: no residual adds.
+        gated_in_a_row: those whose skip is another one, or that are the skip of another one: a stream with gates.
     """
 
     residual: tuple[ResidualSum, ...]
     depth: dict[fx.Node, int]
     gated: tuple[fx.Node, ...] = ()
+    gated_in_a_row: tuple[fx.Node, ...] = ()
 
 
 def find(module: fx.GraphModule) -> Sums:
@@ -94,12 +96,15 @@ def find(module: fx.GraphModule) -> Sums:
         terms = [residual[node].root] if node in residual else [paths[term][-1] for term in _terms(addition)]
         for root in terms:
             depth[root] = max(depth.get(root, 0), depth.get(node, 0) + (node in residual))
-    gated = []
+    gated: dict[fx.Node, set[fx.Node]] = {}
     for node, addition in additions.items():
         evidence = [] if node in residual else _evidence(addition, ancestors)
-        if any(found & own[factor] for term, found in evidence for factor in factors[paths[term][-1]]):
-            gated.append(node)
-    return Sums(tuple(residual.values()), depth, tuple(gated))
+        gates = {factor for term, found in evidence for factor in factors[paths[term][-1]] if found & own[factor]}
+        if gates:
+            gated[node] = gates
+    follows = {node: gates & gated.keys() for node, gates in gated.items()}
+    in_a_row = tuple(node for node in gated if follows[node] or any(node in before for before in follows.values()))
+    return Sums(tuple(residual.values()), depth, tuple(gated), in_a_row)
 
 
 def _factors(node: fx.Node, module: fx.GraphModule) -> list[fx.Node]:
@@ -180,5 +185,6 @@ def carried_input(node: fx.Node, module: fx.GraphModule) -> fx.Node | None:
         return None
     if name in SCALINGS and scaling_factor(name, [source, *map(_nodes.value, args[1:])], len(before)) is None:
         return None
-    axis = carried_axis(name, args, before, after, -1)
-    return source if axis is not None or name in PERMUTATIONS else None
+    # Which axis holds the features is not known yet: the last one, or the one behind the batch.
+    axes = (carried_axis(name, args, before, after, axis) for axis in {-1, min(1 - len(before), -1)})
+    return source if name in PERMUTATIONS or any(axis is not None for axis in axes) else None

@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 from torch import fx
 
-from attnres_compile.arithmetic import CASTS, DROPOUTS, PERMUTATIONS, UNCHANGED, as_addition, permutation
+from attnres_compile.arithmetic import (
+    CASTS,
+    DROPOUTS,
+    PERMUTATIONS,
+    ROW_MAJOR,
+    UNCHANGED,
+    as_addition,
+    carried_axis,
+    permutation,
+)
 from attnres_compile.chains import ResidualChain, Start
 from attnres_compile.passes import _nodes
 from attnres_compile.passes.residual_sums import Sums, carried_input
@@ -15,10 +24,13 @@ from attnres_compile.passes.residual_sums import Sums, carried_input
 CHANNELS_FIRST = frozenset(
     {"conv1d", "conv2d", "conv3d", "convolution", "group_norm", "batch_norm", "instance_norm", "GroupNorm"}
     | {"BatchNorm1d", "BatchNorm2d", "Conv1d", "Conv2d", "Conv3d", "cudnn_batch_norm", "_native_batch_norm_legit"}
+    | {"avg_pool2d", "max_pool2d", "adaptive_avg_pool2d", "AvgPool2d", "MaxPool2d", "AdaptiveAvgPool2d"}
 )
 FEATURES_LAST = frozenset(
     {"layer_norm", "rms_norm", "linear", "LayerNorm", "RMSNorm", "Linear", "matmul", "addmm", "mm"}
 )
+# What leaves every axis where it is.
+PASSING = UNCHANGED | CASTS | DROPOUTS | {"add", "add_", "mul", "pad", "constant_pad_nd", "roll"}
 
 
 class Source(NamedTuple):
@@ -115,23 +127,55 @@ def _upstream(node: fx.Node, module: fx.GraphModule) -> list[fx.Node]:
 
 
 def feature_axis(source: fx.Node, module: fx.GraphModule) -> int:
-    """The axis that the first norm, convolution or matrix product downstream normalises or mixes."""
+    """The axis that the first norm, convolution or matrix product downstream normalises or mixes.
+
+    Where nothing downstream tells, the one that the source was made with; failing that, the last.
+    """
     ndim = len(_nodes.shape(source) or ())
-    queue = deque([(source, list(range(ndim)))])
+    # Which axis of the source each axis of a node is; None where a reshape does not tell.
+    queue: deque[tuple[fx.Node, list[int | None]]] = deque([(source, list(range(ndim)))])
     seen = {source}
     while queue:
         node, order = queue.popleft()
         for user in node.users:
-            name = _nodes.name_of(user, module)
-            if name in CHANNELS_FIRST and len(order) > 2:
-                return order[1] - ndim
-            if name in FEATURES_LAST:
-                return order[-1] - ndim
-            passes_on = name in UNCHANGED or name in CASTS or name in DROPOUTS or name in ("add", "add_", "mul")
-            after = order
-            if name in PERMUTATIONS and (moved := permutation(name, user.args, len(order))) is not None:
-                passes_on, after = True, [order[i] for i in moved]
-            if passes_on and user not in seen and len(_nodes.shape(user) or ()) == ndim and len(seen) < 64:
+            mixed = _mixed(user, order, module)
+            if mixed is not None:
+                return mixed - ndim
+            after = _moved(user, node, order, module)
+            if after is not None and user not in seen and len(seen) < 64:
                 seen.add(user)
                 queue.append((user, after))
-    return -1
+    return _made_with(source, module)
+
+
+def _made_with(source: fx.Node, module: fx.GraphModule) -> int:
+    """The axis that the last norm, convolution or matrix product upstream mixed; the last one where there is none."""
+    node, order = source, list[int | None](range(len(_nodes.shape(source) or ())))
+    while (mixed := _mixed(node, order, module)) is None:
+        sizes = sorted(_nodes.shape(node) or ())
+        previous = next((n for n in node.all_input_nodes if sorted(_nodes.shape(n) or ()) == sizes), None)
+        if previous is None or (came_from := _moved(node, previous, list(range(len(sizes))), module)) is None:
+            return -1
+        order = [order[came_from.index(i)] if i in came_from else None for i in range(len(sizes))]
+        node = previous
+    return mixed - len(order)
+
+
+def _mixed(node: fx.Node, order: list[int | None], module: fx.GraphModule) -> int | None:
+    """Of the axes of what a node reads, or makes, the one that it normalises or mixes, if it does."""
+    name = _nodes.name_of(node, module)
+    if name in FEATURES_LAST:
+        return order[-1]
+    return order[1] if name in CHANNELS_FIRST and len(order) > 2 else None
+
+
+def _moved(user: fx.Node, node: fx.Node, order: list[int | None], module: fx.GraphModule) -> list[int | None] | None:
+    """The axes behind an operation that moves them at most, or None behind another one."""
+    name, before, sizes = _nodes.name_of(user, module), _nodes.shape(node), _nodes.shape(user) or ()
+    after = order if name in PASSING else None
+    if name in PERMUTATIONS and (moved := permutation(name, user.args, len(order))) is not None:
+        after = [order[i] for i in moved]
+    elif name in ROW_MAJOR and before:
+        moves = {carried_axis(name, user.args, before, sizes, i): order[i] for i in range(-len(order), 0)}
+        after = [moves.get(i) for i in range(-len(sizes), 0)]
+    return after if after is not None and len(sizes) == len(after) else None

@@ -73,6 +73,12 @@ class Squared(Activated):
         return (x + self.linear(x)).square()
 
 
+class NormedAndKept(Activated):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.linear(x)
+        return F.layer_norm(x, (WIDTH,)) * x
+
+
 class RMSNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -112,6 +118,32 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mix(self.norm(x))
+
+
+class OverMaps(Branch):
+    """A convolution over a map of the tokens, features first, then a sublayer over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        x = x.transpose(1, 2).view(batch, width, tokens, 1)
+        x = x + self.mix(x)
+        x = x.flatten(2).transpose(1, 2)
+        return x + super().forward(x)
+
+
+class ScaledSkip(Branch):
+    """One weight a feature on the skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + super().forward(x)
 
 
 class Gated(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, fx, nn
 
 from attnres_compile.chains import Refusal, ResidualChain, Start
-from attnres_compile.passes.detect_chains import DETACHED, NO_BOUNDARY, UNUSED, DetectChains
+from attnres_compile.passes.detect_chains import DETACHED, GATED, NO_BOUNDARY, UNUSED, DetectChains
 from tests.passes import models
 from tests.passes.models import WIDTH, Net
 from tests.passes.tracing import example, exported, listing, structure, subject, traced
@@ -170,6 +170,7 @@ def test_source_is_an_output(graph: Callable[..., fx.GraphModule]) -> None:
         (models.PostNorm, "return self.norm(x + self.linear(x))", "post-norm"),
         (models.Activated, "return F.relu(x + self.linear(x))", "activation after the add"),
         (models.Squared, "return (x + self.linear(x)).square()", "ends after one sublayer; it is read next by square"),
+        (models.NormedAndKept, "x = x + self.linear(x)", "it is read next by layer_norm, mul"),
     ],
 )
 def test_refusals(graph: Callable[..., fx.GraphModule], layer: type[nn.Module], code: str, reason: str) -> None:
@@ -187,6 +188,17 @@ def test_one_sublayer_is_refused_beside_a_chain(graph: Callable[..., fx.GraphMod
     assert [shape_of(chain) for chain in chains] == [([1, 2], {0: 1, 1: 1, 2: 1})]
     (refusal,) = refusals
     assert (refusal.node, refusal.where) == ("add_2", location(models.PostNorm, "return self.norm(x + self.linear(x))"))
+
+
+@either
+def test_gated_skips_in_a_row_are_refused_beside_a_chain(graph: Callable[..., fx.GraphModule]) -> None:
+    layers = models.Block(), nn.LayerNorm(WIDTH), models.ScaledSkip(), models.ScaledSkip()
+    chains, refusals = detected(graph(Net(*layers)))
+    assert [shape_of(chain)[0] for chain in chains] == [[1, 2]]
+    where = location(models.ScaledSkip, "return x * self.scale + super().forward(x)")
+    assert [(refusal.reason, refusal.where) for refusal in refusals] == [(GATED, where)] * 2
+    # One alone may be a part of a branch.
+    assert detected(graph(Net(*layers[:3])))[1] == []
 
 
 @either

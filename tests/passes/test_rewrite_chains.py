@@ -95,6 +95,13 @@ def channels_first(model: Any) -> list[Sublayer]:
     return [convolved(layer) for layer in model.layers]
 
 
+def over_maps(model: Any) -> list[Sublayer]:
+    def convolved(layer: Any) -> Sublayer:
+        return lambda x: layer.mix(x.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+
+    return [sublayer for layer in model.layers for sublayer in (convolved(layer), super(type(layer), layer).forward)]
+
+
 def gated(model: Any) -> list[Sublayer]:
     return [
         sublayer
@@ -129,6 +136,7 @@ ORACLES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], list[Sublayer]
     "shared": (models.Shared, lambda model: pair(model.layers[0]) * 3),
     "x0": (models.Injected, injected),
     "channels": (models.ChannelsFirst, channels_first),
+    "maps": (net(models.OverMaps, models.OverMaps), over_maps),
     "fused": (net(models.Gated, models.Gated), gated),
     "norms": (FIVE, plain_norms),
     "outer": (models.OuterAdds, lambda model: list(model.layers)),

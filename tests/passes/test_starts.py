@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from attnres_compile import transform
 from attnres_compile.chains import Start
@@ -152,6 +153,12 @@ def test_sum_of_a_function_and_an_output(graph: Graph) -> None:
     assert all(check.passed for check in report.checks)
 
 
+def test_maps_and_tokens_are_one_stream() -> None:
+    report: Any = transform(Net(models.OverMaps(), models.OverMaps()), example(), block_size=2).attnres_report
+    assert [found.adds for found in report.chains] == [4]
+    assert all(check.passed for check in report.checks)
+
+
 @pytest.mark.parametrize(
     ("model", "axis"),
     [
@@ -177,6 +184,10 @@ def test_feature_axis(graph: Graph, model: Callable[[], nn.Module], axis: int) -
         (lambda x, w, c: c(x), -3),
         (lambda x, w, c: c(x.permute(0, 3, 1, 2)), -1),
         (lambda x, w, c: x.exp(), -1),
+        # windows of tokens
+        (lambda x, w, c: w(F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, 1)).roll(1, 2).reshape(2, 20, 4)), -3),
+        # a reshape after which nothing is known of the last axis
+        (lambda x, w, c: w(x.flatten(1, 2).unflatten(1, (4, 4)).transpose(1, 3)), -1),
     ],
 )
 def test_axis_of_what_mixes_features_first(function: Callable[..., Tensor], axis: int) -> None:
@@ -190,6 +201,32 @@ def test_axis_of_what_mixes_features_first(function: Callable[..., Tensor], axis
 
     module = traced(Reader(), example(2, 4, 4, 4))
     source = next(node for node in module.graph.nodes if node.op == "placeholder")
+    assert starts.feature_axis(source, module) == axis
+
+
+@pytest.mark.parametrize(
+    ("function", "axis"),
+    [
+        (lambda x, w, c: c(x), -3),
+        (lambda x, w, c: c(x).permute(0, 2, 3, 1).contiguous(), -1),
+        (lambda x, w, c: w(x), -1),
+        (lambda x, w, c: w(x).transpose(1, 3) * 2.0, -3),
+        (lambda x, w, c: c(x).exp(), -1),
+    ],
+)
+def test_axis_of_what_made_the_source(function: Callable[..., Tensor], axis: int) -> None:
+    """Where the branches take the features apart before they mix them."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.mix = nn.Linear(4, 4), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return torch.sin(function(x, self.linear, self.mix)).split(2, 1)
+
+    module = traced(Reader(), example(2, 4, 4, 4))
+    source = next(node for node in module.graph.nodes if node.target is torch.sin).all_input_nodes[0]
     assert starts.feature_axis(source, module) == axis
 
 

@@ -1,0 +1,156 @@
+"""The rows of a zoo: what both routes make of a model, measured in a process of its own with a time limit."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import attnres_compile as ac
+from attnres_compile.capture.copies import shared_copy
+from attnres_compile.capture.inputs import Inputs, other_shapes
+from attnres_compile.verification import call, relative_error
+
+Row = dict[str, Any]
+TOLERANCE = 1e-5
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """The model in eval mode, its parameters moved away from zeros and ones."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.nan_to_num_(0.0).add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
+
+
+def measured(row: Row, build: Callable[[], tuple[nn.Module, Inputs]]) -> Row:
+    """The row with what both routes made of the model that ``build`` makes, and of a call that it takes."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        original, inputs = build()
+    except Exception as error:
+        return row | {"status": "not built", "reason": str(error)[:600]}
+    row["live"] = _timed(lambda: live(original, inputs))
+    if row["live"]["status"] == "not traced" and "input_ids" in inputs.kwargs:
+        # Some make the mask themselves unless they are traced.
+        inputs.kwargs["attention_mask"] = torch.ones_like(inputs.kwargs["input_ids"])
+        row["live"] = _timed(lambda: live(original, inputs))
+    row["graph"] = _timed(lambda: graph(original, inputs))
+    states = [row[route]["status"] for route in ("live", "graph")]
+    order = ("failed", "wrong", "exact", "refused", "refused by verification", "not traced")
+    return row | {"status": next(state for state in order if state in states)}
+
+
+def live(model: nn.Module, inputs: Inputs) -> Row:
+    """Transform the module and compare at two shapes."""
+    transformed = ac.transform(model, inputs.kwargs or inputs.args, block_size=3, verify="quick")
+    report: Any = transformed.attnres_report
+    worst = _error(model, transformed, inputs)
+    for shape in other_shapes(inputs):
+        try:
+            with torch.no_grad():
+                call(shared_copy(model), shape)
+        except Exception:  # not a shape of the model's
+            continue
+        worst = max(worst, _error(model, transformed, shape))
+        break
+    return _described(report, worst)
+
+
+def _error(model: nn.Module, transformed: nn.Module, inputs: Inputs) -> float:
+    with torch.no_grad():
+        return relative_error(call(shared_copy(transformed), inputs), call(shared_copy(model), inputs))
+
+
+def graph(model: nn.Module, inputs: Inputs) -> Row:
+    """Transform the exported program and compare."""
+    copied = shared_copy(model)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        program = torch.export.export(copied, inputs.args, inputs.kwargs, strict=False)
+    except Exception as error:
+        return {"status": "not exported", "reason": f"{type(error).__name__}: {error}"[:300]}
+    transformed: Any = ac.transform(program, block_size=3, verify="quick")
+    with torch.no_grad():
+        expected = call(shared_copy(model), inputs)
+        error = relative_error(call(transformed.module(), inputs), expected)
+    return _described(transformed.attnres_report, error)
+
+
+def _described(report: Any, error: float) -> Row:
+    return {
+        "status": "exact" if error <= TOLERANCE else "wrong",
+        "error": error,
+        "adds": [chain.adds for chain in report.chains],
+        "sublayers": [chain.sublayers for chain in report.chains],
+        "widths": [chain.width for chain in report.chains],
+        "uncovered": [f"{r.reason} ({r.where})"[:300] for r in report.refused],
+    }
+
+
+def _timed(run: Callable[[], Row]) -> Row:
+    began = time.perf_counter()
+    try:
+        result = run()
+    except ac.RefusedError as error:
+        kind = "refused by verification" if isinstance(error, ac.VerificationError) else "refused"
+        result = {"status": kind, "reason": str(error)[:2000]}
+    except ac.CaptureError as error:
+        result = {"status": "not traced", "reason": str(error)[:900]}
+    except Exception as error:
+        result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:600]}
+    return result | {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def in_process(row: Row, measure: Callable[[Row], Row], limit: float) -> Row:
+    """The row, measured in a process that is ended after ``limit`` seconds."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(measure(row)))
+    process.start()
+    found = row | {"status": "time limit", "reason": f"no result after {limit:.0f} s"}
+    if receiver.poll(limit):
+        try:
+            found = receiver.recv()
+        except EOFError:
+            found |= {"status": "failed", "reason": "the process ended without a result"}
+    process.kill()
+    process.join()
+    return found
+
+
+def cell(route: Row) -> str:
+    """What one route made of a model."""
+    if route["status"] in ("exact", "wrong"):
+        adds, sublayers = (", ".join(map(str, route[what])) for what in ("adds", "sublayers"))
+        counts = adds if adds == sublayers else f"{adds} adds, {sublayers} sublayers"
+        return f"{route['status']} ({counts}): {route['error']:.0e}"
+    return f"{route['status']}: {short(route['reason'])}"
+
+
+def short(reason: str) -> str:
+    """The reason and the place in one line, without this installation's path."""
+    lines = [line.strip() for line in reason.splitlines()]
+    line = next((line for line in lines if line.startswith("refused:")), lines[0]).removeprefix("refused: ")
+    line = re.sub(r"/\S*/site-packages/(transformers/)?", "", line)
+    return re.sub(r"(\.py:\d+): .*", r"\1", line).replace("|", "/")[:240]
+
+
+def seconds(row: Row) -> str:
+    """What both routes took."""
+    return f"{row['live']['seconds']:.1f}, {row['graph']['seconds']:.1f}"
+
+
+def rows(path: Path) -> dict[str, Row]:
+    """The rows so far; of several with one name the last."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {row["name"]: row for row in map(json.loads, lines)}
