@@ -89,8 +89,7 @@ def settings(run: Found, tuned: list[Found]) -> list[str]:
 def table(main: list[Found], found: list[Found]) -> list[str]:
     groups = dict(by_label(main))
     plain = {entry["run"]["seed"]: total(entry) for entry in groups[RESIDUAL]}
-    seconds = statistics.mean(entry["seconds"] for entry in groups[RESIDUAL])
-    header = ["stream", "seeds", "code", "prose", "mean", "against residual, same seed", "processor time"]
+    header = ["stream", "seeds", "code", "prose", "mean", "against residual, same seed"]
     lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
     for label, group in groups.items():
         differences = [total(entry) - plain[entry["run"]["seed"]] for entry in group if entry["run"]["seed"] in plain]
@@ -98,7 +97,6 @@ def table(main: list[Found], found: list[Found]) -> list[str]:
         columns = [f"{label} (S = {size})" if size > 1 else label, str(len(group))]
         columns += [spread([entry["held_out"][part] for entry in group]) for part in ("code", "prose")]
         columns += [spread(list(map(total, group))), "" if label == RESIDUAL else spread(differences, "+.4f")]
-        columns.append(f"{statistics.mean(entry['seconds'] for entry in group) / seconds:.2f} ×")
         lines.append(f"| {' | '.join(columns)} |")
     lines += ["", "Where there are several seeds: mean ± standard deviation of one run."]
     widths = sorted({entry["run"]["width"] for entry in found})

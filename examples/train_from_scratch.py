@@ -238,7 +238,7 @@ def save(path: Path, write: Any) -> None:
 def study(results: Path, workers: int, steps: int) -> None:
     """Tune the rate for the standard stream; compare at it, seed by seed; then other block sizes and other widths."""
     base = Run(0, 0, 2e-3, steps=steps)
-    tuned = [replace(base, lr=lr) for lr in (5e-4, 1e-3, 2e-3, 4e-3)]
+    tuned = [replace(base, lr=lr) for lr in (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)]
     run_all(tuned, results, workers)
     best = min(tuned, key=lambda run: sum(json.loads((results / f"{run.name}.json").read_text())["held_out"].values()))
     print(f"learning rate {best.lr:g}, the best of {[run.lr for run in tuned]} for the standard stream", flush=True)

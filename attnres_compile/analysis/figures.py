@@ -123,7 +123,7 @@ def dynamics(chains: Mapping[str, ChainMeasure], title: str) -> Any:
     panels[-1].tick_params(axis="x", rotation=90)
     lines = f"; grey lines: ends of {len(ends) + 1} blocks" if ends else ""
     panels[-1].set_xlabel(" in ".join(filter(None, ("sublayer", prefix))) + lines)
-    panels[0].legend(frameon=False)
+    panels[0].legend(frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # the lines fill the axes
     figure.suptitle(title)
     return figure
 
