@@ -1,12 +1,14 @@
 """SmolLM2-135M gets Attention Residuals and is trained a little further: does a pretrained model gain by them?
 
-Three trainings of equal steps on the same batches of prose and code: the original, the transformed model, and the
-transformed model's reads alone. ``make model`` installs the weights. Resumable: what is done is a JSON file.
+Equal steps on the same batches of prose and code for the original, the transformed model, and the transformed model's
+reads alone; the last two at each learning rate of the reads. ``make model`` installs the weights.
+Resumable: what is done is a JSON file.
 
 ``--check`` compares the losses at step 0 and trains nothing; ``--report`` prints the table of what is there.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -28,6 +30,7 @@ import attnres_compile as ac
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("original", "attnres", "reads alone")
+RATES = (1e-3, 1e-4)  # of the reads
 WINDOWS = 24  # of held-out code, and as many of prose
 EQUAL = 1e-4  # nats per token, at step 0
 
@@ -42,12 +45,13 @@ class Run:
     batch: int = 2
     length: int = 128
     lr: float = 2e-5
-    read_lr: float = 1e-3
+    read_lr: float = RATES[0]
     num_blocks: int = 8
 
     @property
     def name(self) -> str:
-        return f"{self.kind.replace(' ', '-')}-seed{self.seed}"
+        rate = "" if self.kind == KINDS[0] else f"-lr{self.read_lr:g}"
+        return f"{self.kind.replace(' ', '-')}{rate}-seed{self.seed}"
 
 
 def pretrained() -> tuple[Any, Any]:
@@ -160,18 +164,23 @@ def check() -> None:
 
 def report(results: Path) -> None:
     found = [json.loads(file.read_text()) for file in sorted(results.glob("*.json"))]
-    print("| trained | seeds | code, before | code, after | prose, before | prose, after | change of their mean |")
-    print("|" + " --- |" * 7)
-    for kind in KINDS:
-        runs = [entry["curve"] for entry in found if entry["run"]["kind"] == kind]
-        if runs:
-            columns = [spread([curve[at][name] for curve in runs]) for name in ("code", "prose") for at in (0, -1)]
-            changes = [statistics.mean(curve[-1][n] - curve[0][n] for n in ("code", "prose")) for curve in runs]
-            print(f"| {kind} | {len(runs)} | {' | '.join(columns)} | {spread(changes)} |")
+    print("| trained | rate of reads | seeds | code, before | after | prose, before | after | change of their mean |")
+    print("|" + " --- |" * 8)
+    for kind, rate in sorted({rate_of(entry) for entry in found}, key=lambda key: (KINDS.index(key[0]), key[1])):
+        runs = [entry["curve"] for entry in found if rate_of(entry) == (kind, rate)]
+        columns = [spread([curve[at][name] for curve in runs]) for name in ("code", "prose") for at in (0, -1)]
+        changes = [statistics.mean(curve[-1][n] - curve[0][n] for n in ("code", "prose")) for curve in runs]
+        rates = f"{rate:g}" if rate else ""
+        print(f"| {kind} | {rates} | {len(runs)} | {' | '.join(columns)} | {spread(changes, '+.4f')} |")
 
 
-def spread(values: list[float]) -> str:
-    mean = f"{statistics.mean(values):.4f}"
+def rate_of(entry: dict[str, Any]) -> tuple[str, float]:
+    run = entry["run"]
+    return run["kind"], 0.0 if run["kind"] == KINDS[0] else run["read_lr"]
+
+
+def spread(values: list[float], form: str = ".4f") -> str:
+    mean = format(statistics.mean(values), form)
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.4f}"
 
 
@@ -181,16 +190,15 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=Run.steps)
-    parser.add_argument("--read-lr", type=float, default=Run.read_lr, help="learning rate of the reads")
+    parser.add_argument("--read-lrs", type=float, nargs="+", default=RATES, help="learning rates of the reads")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "study" / "retrofit")
     given = parser.parse_args()
     if given.check:
         check()
         return
     if not given.report:
-        for seed in range(given.seeds):
-            for kind in KINDS:
-                train(Run(kind, seed, given.steps, read_lr=given.read_lr), given.output)
+        for rate, seed, kind in itertools.product(given.read_lrs, range(given.seeds), KINDS):
+            train(Run(kind, seed, given.steps, read_lr=RATES[0] if kind == KINDS[0] else rate), given.output)
     report(given.output)
 
 
