@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -301,10 +301,15 @@ def replace_leaves(value: Any, wanted: Callable[[Any], bool], function: Callable
     if isinstance(value, dict):
         if not _holds(value.values(), wanted):
             return value
-        # Dynamo traces no copy.copy; a dict of another class keeps that class.
-        result = dict(value) if type(value) is dict else copy.copy(value)
-        for key in value:
-            result[key] = replace_leaves(value[key], wanted, function)
+        items = {key: replace_leaves(item, wanted, function) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        # A dict of another class keeps that class. Not every Dynamo traces copy.copy.
+        if is_dataclass(value):
+            return type(value)(**items)
+        result = copy.copy(value)
+        for key, item in items.items():
+            result[key] = item
         return result
     return function(value) if wanted(value) else value
 
