@@ -301,14 +301,14 @@ def replace_leaves(value: Any, wanted: Callable[[Any], bool], function: Callable
     if isinstance(value, dict):
         if not _holds(value.values(), wanted):
             return value
-        items = {key: replace_leaves(item, wanted, function) for key, item in value.items()}
+        replaced = {key: replace_leaves(item, wanted, function) for key, item in value.items()}
         if type(value) is dict:
-            return items
+            return replaced
         # A dict of another class keeps that class. Not every Dynamo traces copy.copy.
         if is_dataclass(value):
-            return type(value)(**items)
+            return type(value)(**replaced)
         result = copy.copy(value)
-        for key, item in items.items():
+        for key, item in replaced.items():
             result[key] = item
         return result
     return function(value) if wanted(value) else value
