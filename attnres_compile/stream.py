@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -305,7 +305,7 @@ def replace_leaves(value: Any, wanted: Callable[[Any], bool], function: Callable
         if type(value) is dict:
             return replaced
         # A dict of another class keeps that class. Not every Dynamo traces copy.copy.
-        if is_dataclass(value):
+        if hasattr(value, "__dataclass_fields__"):
             return type(value)(**replaced)
         result = copy.copy(value)
         for key, item in replaced.items():
