@@ -83,8 +83,8 @@ Random weights, nothing downloaded: the smallest model of each module of timm {t
 options of x-transformers {x-transformers} that touch a residual stream, and `torch.nn`'s transformers, on PyTorch
 {torch}. *live* is the transformed module, compared at two shapes; *graph* the rewritten exported program. In brackets
 the adds of each chain, all of which the running model was seen to push; then the largest relative error of any output
-in fp32 with zero queries, `block_size=3`. Written by `python benchmarks/zoo_libraries.py`, which goes on where it was
-stopped: the table has the rows of so far.
+in fp32 with zero queries, `block_size=3`. Seconds are those of one core of a machine that did other work too. Written
+by `python benchmarks/zoo_libraries.py`, which goes on where it was stopped: the table has the rows of so far{left}.
 
 """
 
@@ -233,9 +233,10 @@ def main() -> None:
 def write(found: list[Row]) -> None:
     """The table, the counts, and the rows as JSON."""
     versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
-    TABLE.write_text(
-        HEADER.format_map(versions) + _counts(found) + coverage(found) + "".join(map(_section, LIBRARIES, [found] * 4))
-    )
+    unmeasured = len(builders().keys() - {row["name"] for row in found})
+    header = HEADER.format_map(versions | {"left": f", {unmeasured} are left" if unmeasured else ""})
+    sections = [_section(library, found) for library in LIBRARIES]
+    TABLE.write_text(header + _counts(found) + coverage(found) + "".join(sections))
     counts = {library: Counter(row["status"] for row in _of(library, found)) for library in LIBRARIES}
     RECORD.write_text(json.dumps({"versions": versions, "counts": counts, "rows": found}, indent=0) + "\n")
 
