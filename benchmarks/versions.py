@@ -82,8 +82,8 @@ def exact(package: str, version: str) -> str:
     return f"{package}=={version}" if version.count(".") > 1 else f"{package}=={version}.*"
 
 
-def run(torch: str, transformers: str) -> dict[str, Any]:
-    """The result of one pair."""
+def run(torch: str, transformers: str, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The result of one pair; with what it was ``before``, only what failed then is run, and what passes now counts."""
     try:
         python = environment(torch, transformers)
     except subprocess.CalledProcessError as error:
@@ -94,7 +94,8 @@ def run(torch: str, transformers: str) -> dict[str, Any]:
     found = subprocess.check_output([python, "-c", code], text=True, **options).split()
     log = FOLDER / f"torch-{torch}-transformers-{transformers}.log"
     with log.open("w") as file:
-        subprocess.run([python, *PYTEST, *TESTS], stdout=file, stderr=subprocess.STDOUT, **options)
+        tests = TESTS if before is None else before["failed"]
+        subprocess.run([python, *PYTEST, *tests], stdout=file, stderr=subprocess.STDOUT, **options)
     output = log.read_text()
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?)", output[-300:])}
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
@@ -103,7 +104,7 @@ def run(torch: str, transformers: str) -> dict[str, Any]:
         "asked": [torch, transformers],
         "torch": found[0],
         "transformers": found[1],
-        "passed": counts.get("passed", 0),
+        "passed": counts.get("passed", 0) + (before["passed"] if before else 0),
         "failed": failed or ([] if counts.get("passed") else [output[-300:]]),
         "seconds": int(seconds.group(1)) if seconds else None,
     }
@@ -114,11 +115,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pair", nargs="*", help="versions of torch and of transformers: run these again")
     parser.add_argument("--limit", type=int, default=len(PAIRS), help="pairs in this run")
+    parser.add_argument("--failed", action="store_true", help="run only what failed before")
     options = parser.parse_args()
     results = {tuple(row["asked"]): row for row in json.loads(RECORD.read_text())} if RECORD.exists() else {}
     wanted = [tuple(options.pair)] if options.pair else [pair for pair in PAIRS if pair not in results]
     for pair in track(wanted[: options.limit], "versions"):
-        results[pair] = run(*pair)
+        results[pair] = run(*pair, results.get(pair) if options.failed else None)
         write([results[pair] for pair in PAIRS if pair in results])
     return int(any(explained(row, test) == test for row in results.values() for test in row["failed"]))
 

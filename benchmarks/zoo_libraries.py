@@ -41,6 +41,7 @@ RECORD, TABLE = ROOT / "benchmarks" / "zoo-libraries.json", ROOT / "docs" / "zoo
 LIBRARIES = ("timm", "torchvision", "x-transformers", "torch")
 OUTCOMES = ("exact", "refused", "refused by verification", "not traced", "failed", "wrong", "not built", "time limit")
 VOCABULARY, LENGTH, WIDTH = 100, 9, 32
+IMAGE, VIDEOS = {"input_size": (3, 224, 224)}, ((3, 8, 64, 64), (3, 16, 224, 224))
 SMALL = r"test|atto|femto|pico|nano|micro|mini|tiny|small|_xx?[st]|[a-z]0|_t\b|_s\b|18|12"
 
 STACKS: dict[str, dict[str, Any]] = {
@@ -133,11 +134,16 @@ def _image_model(names: list[str], make: Callable[[str], nn.Module]) -> tuple[st
     name = min(sizes or names, key=lambda name: sizes.get(name, 0))
     torch.manual_seed(0)
     model = make(name)
-    config = getattr(model, "default_cfg", {})
-    shape = config.get("input_size", (3, 224, 224))
-    if "video" in type(model).__module__:
-        shape = (3, getattr(model, "temporal_size", 8), 112, 112)
-    return name, model, Inputs((torch.randn(1, *shape),), {})
+    sizes_of = VIDEOS if ".video." in type(model).__module__ else (getattr(model, "default_cfg", IMAGE)["input_size"],)
+    inputs = [torch.randn(1, *shape) for shape in sizes_of]
+    return name, model, Inputs((next(x for x in inputs if x is inputs[-1] or _takes(model, x)),), {})
+
+
+def _takes(model: nn.Module, x: torch.Tensor) -> bool:
+    with contextlib.suppress(RuntimeError), torch.no_grad():
+        model.eval()(x)
+        return True
+    return False
 
 
 def _tokens() -> torch.Tensor:
