@@ -84,8 +84,9 @@ Random weights, nothing downloaded: the smallest model of each module of timm {t
 options of x-transformers {x-transformers} that touch a residual stream, and `torch.nn`'s transformers, on PyTorch
 {torch}. *live* is the transformed module, compared at two shapes; *graph* the rewritten exported program. In brackets
 the adds of each chain, all of which the running model was seen to push; then the largest relative error of any output
-in fp32 with zero queries, `block_size=3`. Seconds are those of one core of a machine that did other work too. Written
-by `python benchmarks/zoo_libraries.py`, which goes on where it was stopped: the table has the rows of so far{left}.
+in fp32 with zero queries, `block_size=3`, or in fp64 (\\*) where random parameters amplify every rounding. Seconds are
+those of one core of a machine that did other work too. Written by `python benchmarks/zoo_libraries.py`, which goes on
+where it was stopped: the table has the rows of so far{left}.
 
 """
 
@@ -265,7 +266,8 @@ def _section(library: str, found: list[Row]) -> str:
     for row in sorted(_of(library, found), key=lambda row: OUTCOMES.index(row["status"])):
         routes = (cell(row["live"]), cell(row["graph"]), seconds(row)) if "live" in row else ()
         cells = routes or (f"{row['status']}: {short(row['reason'])}", "", "")
-        lines.append(f"| {row['name'].removeprefix(library).strip()} | {row['model']} | {' | '.join(cells)} |")
+        name = row["name"].removeprefix(library).strip() + " \\*" * ("dtype" in row)
+        lines.append(f"| {name} | {row['model']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
