@@ -42,7 +42,7 @@ LIBRARIES = ("timm", "torchvision", "x-transformers", "torch")
 OUTCOMES = ("exact", "refused", "refused by verification", "not traced", "failed", "wrong", "not built", "time limit")
 VOCABULARY, LENGTH, WIDTH = 100, 9, 32
 IMAGE, VIDEOS = {"input_size": (3, 224, 224)}, ((3, 8, 64, 64), (3, 16, 224, 224))
-SMALL = r"test|atto|femto|pico|nano|micro|mini|tiny|small|_xx?[st]|[a-z]0|_t\b|_s\b|18|12"
+SMALL = r"test|atto|femto|pico|nano|micro|mini|tiny|small|_xx?[st]|[a-z]0|_t\b|_s\b|(?<!\d)1[28](?!\d)"
 
 STACKS: dict[str, dict[str, Any]] = {
     "pre-norm": {},
