@@ -38,6 +38,8 @@ METADATA = frozenset(
 )
 
 
+# Dynamo calls it as it is: not every one of them traces the name of a method.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def operation_name(target: Target) -> str:
     """One name per operation, whichever front end recorded it: ``aten.add_.Tensor`` and ``iadd`` are ``add_``."""
     if isinstance(target, torch._ops.OpOverload):

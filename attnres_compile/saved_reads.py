@@ -11,23 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from attnres_compile.ops.merge import can_read_again, read_again
 
 
 class _Pack:
-    """Takes the node of its merge for each of the reads."""
+    """Takes the edge to its merge for each of the reads."""
 
     def __init__(self, reads: Sequence[Tensor]) -> None:
-        # Not the reads themselves, which would then live as long as the node.
-        self.nodes = {_identity(read): read.grad_fn for read in reads}
+        # Not the reads themselves, which would then live as long as the node. An edge owns its node, as a read's
+        # `grad_fn` need not: where the reader detaches what it reads, nothing else does.
+        self.edges = {_identity(read): get_gradient_edge(read) for read in reads}
 
     def __call__(self, tensor: Tensor) -> Any:
-        return self.nodes.get(_identity(tensor), tensor)
+        return self.edges.get(_identity(tensor), tensor)
 
 
 def _unpack(kept: Any) -> Tensor:
-    return kept if isinstance(kept, Tensor) else read_again(kept)
+    return kept if isinstance(kept, Tensor) else read_again(kept.node)
 
 
 def keep_merges(reads: Sequence[Tensor]) -> None:

@@ -308,10 +308,15 @@ def replace_leaves(value: Any, wanted: Callable[[Any], bool], function: Callable
     if isinstance(value, dict):
         if not _holds(value.values(), wanted):
             return value
-        # Dynamo traces no copy.copy; a dict of another class keeps that class.
-        result = dict(value) if type(value) is dict else copy.copy(value)
-        for key in value:
-            result[key] = replace_leaves(value[key], wanted, function)
+        replaced = {key: replace_leaves(item, wanted, function) for key, item in value.items()}
+        if type(value) is dict:
+            return replaced
+        # A dict of another class keeps that class. Not every Dynamo traces copy.copy.
+        if hasattr(value, "__dataclass_fields__"):
+            return type(value)(**replaced)
+        result = copy.copy(value)
+        for key, item in replaced.items():
+            result[key] = item
         return result
     return function(value) if wanted(value) else value
 

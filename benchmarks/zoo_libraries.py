@@ -41,7 +41,8 @@ RECORD, TABLE = ROOT / "benchmarks" / "zoo-libraries.json", ROOT / "docs" / "zoo
 LIBRARIES = ("timm", "torchvision", "x-transformers", "torch")
 OUTCOMES = ("exact", "refused", "refused by verification", "not traced", "failed", "wrong", "not built", "time limit")
 VOCABULARY, LENGTH, WIDTH = 100, 9, 32
-SMALL = r"test|atto|femto|pico|nano|micro|mini|tiny|small|_xx?[st]|[a-z]0|_t\b|_s\b|18|12"
+IMAGE, VIDEOS = {"input_size": (3, 224, 224)}, ((3, 8, 64, 64), (3, 16, 224, 224))
+SMALL = r"test|atto|femto|pico|nano|micro|mini|tiny|small|_xx?[st]|[a-z]0|_t\b|_s\b|(?<!\d)1[28](?!\d)"
 
 STACKS: dict[str, dict[str, Any]] = {
     "pre-norm": {},
@@ -83,8 +84,9 @@ Random weights, nothing downloaded: the smallest model of each module of timm {t
 options of x-transformers {x-transformers} that touch a residual stream, and `torch.nn`'s transformers, on PyTorch
 {torch}. *live* is the transformed module, compared at two shapes; *graph* the rewritten exported program. In brackets
 the adds of each chain, all of which the running model was seen to push; then the largest relative error of any output
-in fp32 with zero queries, `block_size=3`. Written by `python benchmarks/zoo_libraries.py`, which goes on where it was
-stopped: the table has the rows of so far.
+in fp32 with zero queries, `block_size=3`, or in fp64 (\\*) where random parameters amplify every rounding. Seconds are
+those of one core of a machine that did other work too. Written by `python benchmarks/zoo_libraries.py`, which goes on
+where it was stopped: the table has the rows of so far{left}.
 
 """
 
@@ -133,11 +135,16 @@ def _image_model(names: list[str], make: Callable[[str], nn.Module]) -> tuple[st
     name = min(sizes or names, key=lambda name: sizes.get(name, 0))
     torch.manual_seed(0)
     model = make(name)
-    config = getattr(model, "default_cfg", {})
-    shape = config.get("input_size", (3, 224, 224))
-    if "video" in type(model).__module__:
-        shape = (3, getattr(model, "temporal_size", 8), 112, 112)
-    return name, model, Inputs((torch.randn(1, *shape),), {})
+    sizes_of = VIDEOS if ".video." in type(model).__module__ else (getattr(model, "default_cfg", IMAGE)["input_size"],)
+    inputs = [torch.randn(1, *shape) for shape in sizes_of]
+    return name, model, Inputs((next(x for x in inputs if x is inputs[-1] or _takes(model, x)),), {})
+
+
+def _takes(model: nn.Module, x: torch.Tensor) -> bool:
+    with contextlib.suppress(RuntimeError), torch.no_grad():
+        model.eval()(x)
+        return True
+    return False
 
 
 def _tokens() -> torch.Tensor:
@@ -233,9 +240,10 @@ def main() -> None:
 def write(found: list[Row]) -> None:
     """The table, the counts, and the rows as JSON."""
     versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
-    TABLE.write_text(
-        HEADER.format_map(versions) + _counts(found) + coverage(found) + "".join(map(_section, LIBRARIES, [found] * 4))
-    )
+    unmeasured = len(builders().keys() - {row["name"] for row in found})
+    header = HEADER.format_map(versions | {"left": f", {unmeasured} are left" if unmeasured else ""})
+    sections = [_section(library, found) for library in LIBRARIES]
+    TABLE.write_text(header + _counts(found) + coverage(found) + "".join(sections))
     counts = {library: Counter(row["status"] for row in _of(library, found)) for library in LIBRARIES}
     RECORD.write_text(json.dumps({"versions": versions, "counts": counts, "rows": found}, indent=0) + "\n")
 
@@ -258,7 +266,8 @@ def _section(library: str, found: list[Row]) -> str:
     for row in sorted(_of(library, found), key=lambda row: OUTCOMES.index(row["status"])):
         routes = (cell(row["live"]), cell(row["graph"]), seconds(row)) if "live" in row else ()
         cells = routes or (f"{row['status']}: {short(row['reason'])}", "", "")
-        lines.append(f"| {row['name'].removeprefix(library).strip()} | {row['model']} | {' | '.join(cells)} |")
+        name = row["name"].removeprefix(library).strip() + " \\*" * ("dtype" in row)
+        lines.append(f"| {name} | {row['model']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -95,8 +95,19 @@ def from_graph(module: fx.GraphModule, inputs: Inputs) -> Captured:
     if any("val" not in node.meta for node in module.graph.nodes if node.op not in ("output", "get_attr")):
         # Shapes are wanted, no gradients: what autograd forbids (`out=`) is for its user to run without them.
         with _quiet(), torch.no_grad():
-            FakeTensorProp(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*values)
+            Propagation(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*values)
     return Captured(module, values, "fx graph", None)
+
+
+class Propagation(FakeTensorProp):
+    """Fills in numbers as well as tensors: before PyTorch 2.13 a size had no value of its own."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node on fake tensors; its value is in ``meta["val"]``."""
+        result = super().run_node(n)
+        if isinstance(result, int | float):
+            n.meta["val"] = result
+        return result
 
 
 def _export(model: nn.Module, inputs: Inputs, *, strict: bool) -> Captured:

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from attnres_compile.capture.inputs import Inputs
-from attnres_compile.capture.trace import Captured, from_program
+from attnres_compile.capture.trace import Captured, Propagation, from_program
 from attnres_compile.chains import ResidualChain
 from attnres_compile.config import AttnResConfig
 from attnres_compile.passes.base import Subject
@@ -31,7 +30,7 @@ def traced(model: nn.Module, *inputs: Tensor) -> fx.GraphModule:
     tracer = fx.Tracer()
     tracer.record_stack_traces = True
     module = fx.GraphModule(model.eval(), tracer.trace(model))
-    FakeTensorProp(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*(inputs or (example(),)))
+    Propagation(module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*(inputs or (example(),)))
     return module
 
 
