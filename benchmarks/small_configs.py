@@ -67,7 +67,7 @@ def shrunk(config: Any, *, widths: bool = True) -> Any:
 def _changed(config: Any, sizes: Sizes) -> dict[str, Any]:
     parts = getattr(config, "sub_configs", {})
     changed: dict[str, Any] = {}
-    layers = getattr(config, "num_hidden_layers", None)
+    layers = vars(config).get("num_hidden_layers")  # and no other name for a count of stages
     kinds = getattr(config, "layer_types", None) or []
     depth = max(LAYERS, len(set(kinds)))
     # A count of stages, whose lists are not cut, stays.

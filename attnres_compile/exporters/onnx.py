@@ -219,7 +219,8 @@ def _prepared(program: ExportedProgram, passes: tuple[Pass, ...]) -> ExportedPro
     The implementations of attention lay their results out each in its own way: a copy has one layout in all.
     """
     module = fx.GraphModule(program.graph_module, copy.deepcopy(program.graph_module.graph))
-    aten, layout = torch.ops.aten, {"memory_format": torch.contiguous_format}
+    aten = torch.ops.aten
+    layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
     for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default
     for node in module.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
