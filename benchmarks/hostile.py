@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,11 +41,13 @@ places. *graph* rewrites the symbolic trace; *live* transforms the module (found
 and runs the quick verification; *export* is the same through `torch.export` with the full verification. Every
 transformed program is compared with the original at zero queries and with `tests/hostile/reference.py` at random ones,
 in fp64 to 1e-12 (1e-5 where it casts to fp32). A wrong number, an error that is none of ours, or a refusal by
-verification alone counts as wrong. Written by `python benchmarks/hostile.py`.
+verification alone counts as wrong. *no program* is one that PyTorch itself does not run. Written by
+`python benchmarks/hostile.py`; `benchmarks/hostile.json` has the reasons in full.
 
 | outcome | graph | live | export |
 | --- | --- | --- | --- |
 """
+SPLIT = "\n## By reason\n\n| outcome | graph | live | export |\n| --- | --- | --- | --- |\n"
 
 
 def batch(number: int) -> dict[str, Any]:
@@ -97,12 +100,36 @@ def write(found: list[dict[str, Any]]) -> int:
     record = {"cases": total.total(), "seeds": [min(seeds), max(seeds)], "batch": BATCH, "counts": counts}
     COUNTS.write_text(json.dumps(record | {"wrong": wrong}, indent=1) + "\n")
     header = HEADER.format(cases=total.total(), first=min(seeds), last=max(seeds), batch=BATCH)
-    rows = [
-        f"| {kind} | " + " | ".join(str(counts[route][kind]) for route in ROUTES) + " |"
-        for kind, _ in total.most_common()
-    ]
-    TABLE.write_text(header + "\n".join(rows) + "\n")
+    sums = {route: collapsed(counts[route], outcome) for route in ROUTES}
+    tables = [table(sums, ("equal", "refused", "no program", "wrong"))]
+    sums = {route: collapsed(counts[route], reason) for route in ROUTES}
+    tables.append(table(sums, [kind for kind, _ in sum(sums.values(), Counter[str]()).most_common()]))
+    TABLE.write_text(header + SPLIT.join(tables))
     return int(bool(wrong))
+
+
+def collapsed(counts: Counter[str], name: Callable[[str], str]) -> Counter[str]:
+    found = Counter[str]()
+    for kind, number in counts.items():
+        found[name(kind)] += number
+    return found
+
+
+def outcome(kind: str) -> str:
+    if kind.startswith("WRONG"):
+        return "wrong"
+    return kind if kind == "equal" else "no program" if kind.startswith("no program") else "refused"
+
+
+def reason(kind: str) -> str:
+    """Without who reads, which tensor, and the rest of a message that is cut."""
+    kind = re.sub(r"(one sublayer); it is read next by .*", r"\1", kind)
+    kind = re.sub(r"(by an inplace operation).*", r"\1", kind)
+    return re.sub(r"(in place) \((by an in-place `?)\w+`?( at …)?\)", r"\1", kind)
+
+
+def table(sums: dict[str, Counter[str]], kinds: Iterable[str]) -> str:
+    return "".join(f"| {kind} | " + " | ".join(str(sums[route][kind]) for route in ROUTES) + " |\n" for kind in kinds)
 
 
 if __name__ == "__main__":
