@@ -30,7 +30,7 @@ import attnres_compile as ac
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("original", "attnres", "reads alone")
-RATES = (1e-3, 1e-4)  # of the reads
+RATES = (1e-3, 1e-4, 3e-5)  # of the reads
 WINDOWS = 24  # of held-out code, and as many of prose
 EQUAL = 1e-4  # nats per token, at step 0
 
