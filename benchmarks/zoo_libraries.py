@@ -9,7 +9,6 @@ Rows are appended to ``benchmarks/zoo-libraries.jsonl`` as they come, and a late
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -25,7 +24,6 @@ import timm
 import torch
 import torchvision
 import x_transformers
-from rich.progress import track
 from torch import nn
 
 from attnres_compile.capture.inputs import Inputs
@@ -34,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.zoo_coverage import coverage  # noqa: E402 - found through the line before
-from benchmarks.zoo_rows import Row, cell, in_process, measured, moved, rows, seconds, short  # noqa: E402
+from benchmarks.zoo_rows import Row, cell, go_on, measured, moved, seconds, short  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "zoo-libraries.jsonl"
 RECORD, TABLE = ROOT / "benchmarks" / "zoo-libraries.json", ROOT / "docs" / "zoo-libraries.md"
@@ -222,19 +220,9 @@ def measure(row: Row) -> Row:
 
 def main() -> None:
     """Measure what has no row yet, then write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--limit", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    wanted = options.names or [name for name in builders() if name not in rows(ROWS)]
-    for name in track(wanted[: 0 if options.table else options.limit], "models"):
-        row = in_process({"name": name, "model": ""}, measure, options.seconds)
-        with ROWS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-    found = rows(ROWS)
-    write([found[name] for name in builders() if name in found])
+    every: dict[str, Row] = {name: {"name": name, "model": ""} for name in builders()}
+    found = go_on(__doc__, every, ROWS, measure)
+    write([found[name] for name in every if name in found])
 
 
 def write(found: list[Row]) -> None:

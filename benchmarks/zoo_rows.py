@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -120,6 +122,24 @@ def _timed(run: Callable[[], Row]) -> Row:
     except Exception as error:
         result = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:600]}
     return result | {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def go_on(
+    description: str | None, every: Mapping[str, Row], file: Path, measure: Callable[[Row], Row]
+) -> dict[str, Row]:
+    """Measure what has no row yet, or what the command line names; the rows of so far."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--limit", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    wanted = options.names or [name for name in every if name not in rows(file)]
+    for name in track(wanted[: 0 if options.table else options.limit], "models"):
+        row = in_process(every[name], measure, options.seconds)
+        with file.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+    return rows(file)
 
 
 def in_process(row: Row, measure: Callable[[Row], Row], limit: float) -> Row:

@@ -9,7 +9,6 @@ writes ``docs/zoo-transformers.md``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -23,7 +22,6 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 
 import torch
 import transformers
-from rich.progress import track
 from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -36,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.example_inputs import example  # noqa: E402 - found through the line before
 from benchmarks.small_configs import shrunk  # noqa: E402
 from benchmarks.zoo_coverage import coverage  # noqa: E402
-from benchmarks.zoo_rows import Row, cell, in_process, measured, moved, rows, seconds, short  # noqa: E402
+from benchmarks.zoo_rows import Row, cell, go_on, measured, moved, seconds, short  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "zoo-transformers.jsonl"
 TABLE = ROOT / "docs" / "zoo-transformers.md"
@@ -131,19 +129,8 @@ def measure(row: Row) -> Row:
 
 def main() -> None:
     """Measure what has no row yet, then write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--limit", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    every = architectures()
-    wanted = options.names or [name for name in every if name not in rows(ROWS)]
-    for name in track(wanted[: 0 if options.table else options.limit], "architectures"):
-        row = in_process({"name": name, "model": every[name]}, measure, options.seconds)
-        with ROWS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-    write(list(rows(ROWS).values()))
+    every: dict[str, Row] = {name: {"name": name, "model": model} for name, model in architectures().items()}
+    write(list(go_on(__doc__, every, ROWS, measure).values()))
 
 
 def write(found: list[Row]) -> None:
