@@ -152,6 +152,24 @@ def test_signature_and_state() -> None:
     assert plain.state_dict.keys() - original.state_dict.keys() == {"attnres.0.query"}
 
 
+def test_an_input_is_called_like_a_builtin() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformer("sequential")
+
+        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+            return self.model(input), input
+
+    original = torch.export.export(Named(), (TOKENS,))
+    result = ac.transform(original, num_blocks=2)
+    assert result.graph_signature.user_inputs == ("input",)
+    assert result.graph_signature.user_outputs[1] == "input"
+    hidden, tokens = result.module()(TOKENS)
+    assert torch.equal(tokens, TOKENS)
+    assert_close(hidden, original.module()(TOKENS)[0])
+
+
 def test_original_is_left_alone() -> None:
     original = torch.export.export(transformer("sequential"), (TOKENS,))
     text, keys = str(original.graph), list(original.state_dict)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature
+from torch.export.graph_signature import ExportGraphSignature, TensorArgument
 
 from attnres_compile.errors import RefusedError
 
@@ -43,10 +43,18 @@ def program_with(
         signature: the graph's own; None for the program's.
         state: what the graph needs beside the program's parameters and buffers.
     """
+    signature = signature or copy.deepcopy(program.graph_signature)
+    # A copied node that is called like a builtin, as an input may be, was renamed by fx.
+    inputs, names = module.graph.find_nodes(op="placeholder"), dict[str, str]()
+    for node, wanted in zip(inputs, signature.input_specs, strict=True):
+        names[node.name] = node.name = wanted.arg.name
+    for returned in signature.output_specs:
+        if isinstance(returned.arg, TensorArgument):
+            returned.arg.name = names.get(returned.arg.name, returned.arg.name)
     return ExportedProgram(
         root=module,
         graph=module.graph,
-        graph_signature=signature or copy.deepcopy(program.graph_signature),
+        graph_signature=signature,
         state_dict={**program.state_dict, **(state or {})},
         range_constraints=program.range_constraints,
         module_call_graph=program.module_call_graph,
