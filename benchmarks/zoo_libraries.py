@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import re
 import sys
 from collections import Counter, defaultdict
@@ -32,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.zoo_coverage import coverage  # noqa: E402 - found through the line before
-from benchmarks.zoo_rows import Row, cell, go_on, measured, moved, seconds, short  # noqa: E402
+from benchmarks.zoo_rows import Row, cell, go_on, measured, moved, record, seconds, short  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "zoo-libraries.jsonl"
 RECORD, TABLE = ROOT / "benchmarks" / "zoo-libraries.json", ROOT / "docs" / "zoo-libraries.md"
@@ -233,7 +232,7 @@ def write(found: list[Row]) -> None:
     sections = [_section(library, found) for library in LIBRARIES]
     TABLE.write_text(header + _counts(found) + coverage(found) + "".join(sections))
     counts = {library: Counter(row["status"] for row in _of(library, found)) for library in LIBRARIES}
-    RECORD.write_text(json.dumps({"versions": versions, "counts": counts, "rows": found}, indent=0) + "\n")
+    record(RECORD, {"versions": versions, "counts": counts, "rows": found})
 
 
 def _of(library: str, found: list[Row]) -> list[Row]:

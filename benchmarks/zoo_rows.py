@@ -175,6 +175,11 @@ def short(reason: str) -> str:
     return re.sub(r"(\.py:\d+): .*", r"\1", line).replace("|", "/")[:240]
 
 
+def record(path: Path, content: Row) -> None:
+    """Write JSON without this installation's paths."""
+    path.write_text(re.sub(r"/[^\s\"()]*/(site-packages|python\d[.\d]*)/", "", json.dumps(content, indent=0)) + "\n")
+
+
 def seconds(row: Row) -> str:
     """What both routes took."""
     return f"{row['live']['seconds']:.1f}, {row['graph']['seconds']:.1f}"

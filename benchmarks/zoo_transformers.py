@@ -10,7 +10,6 @@ writes ``docs/zoo-transformers.md``.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections import Counter
@@ -34,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.example_inputs import example  # noqa: E402 - found through the line before
 from benchmarks.small_configs import shrunk  # noqa: E402
 from benchmarks.zoo_coverage import coverage  # noqa: E402
-from benchmarks.zoo_rows import Row, cell, go_on, measured, moved, seconds, short  # noqa: E402
+from benchmarks.zoo_rows import Row, cell, go_on, measured, moved, record, seconds, short  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "zoo-transformers.jsonl"
 TABLE = ROOT / "docs" / "zoo-transformers.md"
@@ -148,7 +147,7 @@ def write(found: list[Row]) -> None:
     TABLE.write_text(
         HEADER + summary + COVERAGE + coverage(found) + COLUMNS + "\n".join(lines) + UNBUILT + unbuilt + "\n"
     )
-    RECORD.write_text(json.dumps({"counts": counts, "rows": found}, indent=0) + "\n")
+    record(RECORD, {"counts": counts, "rows": found})
 
 
 if __name__ == "__main__":
