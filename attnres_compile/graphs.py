@@ -108,10 +108,6 @@ def rewrite_program(captured: Captured, subject: Subject) -> ExportedProgram:
     # Later chains put their placeholders before those of earlier ones.
     order = {node.name: i for i, node in enumerate(graph.nodes)}
     signature.input_specs = [*sorted(specs, key=lambda spec: order[spec.arg.name]), *signature.input_specs]
-    outputs = graph.output_node().args[0]
-    for spec, node in zip(signature.output_specs, outputs, strict=True):  # type: ignore[arg-type]
-        if isinstance(spec.arg, TensorArgument) and isinstance(node, fx.Node):
-            spec.arg.name = node.name
     return program_with(program, subject.module, signature, {name: value for name, (_, value) in added.items()})
 
 

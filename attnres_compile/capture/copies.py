@@ -40,17 +40,17 @@ def program_with(
     Args:
         program: it is left as it is.
         module: the graph.
-        signature: the graph's own; None for the program's.
+        signature: the graph's own, whose outputs get the names that they have in the graph; None for the program's.
         state: what the graph needs beside the program's parameters and buffers.
     """
     signature = signature or copy.deepcopy(program.graph_signature)
     # A copied node that is called like a builtin, as an input may be, was renamed by fx.
-    inputs, names = module.graph.find_nodes(op="placeholder"), dict[str, str]()
-    for node, wanted in zip(inputs, signature.input_specs, strict=True):
-        names[node.name] = node.name = wanted.arg.name
-    for returned in signature.output_specs:
-        if isinstance(returned.arg, TensorArgument):
-            returned.arg.name = names.get(returned.arg.name, returned.arg.name)
+    for node, given in zip(module.graph.find_nodes(op="placeholder"), signature.input_specs, strict=True):
+        node.name = given.arg.name
+    outputs: Any = module.graph.output_node().args[0]
+    for node, returned in zip(outputs, signature.output_specs, strict=True):
+        if isinstance(returned.arg, TensorArgument) and isinstance(node, fx.Node):
+            returned.arg.name = node.name
     return ExportedProgram(
         root=module,
         graph=module.graph,

@@ -84,6 +84,16 @@ def test_attention_with_a_learned_bias(tmp_path: Path) -> None:
     assert_close(run(session(result.path), x)[0], model(x))
 
 
+def test_attention_is_an_output(tmp_path: Path) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    x = normal(2, 2, 5, WIDTH)
+    result = export_onnx(Attention(), (x,), tmp_path / "attention.onnx", echo=None)
+    assert_close(run(session(result.path), x)[0], Attention()(x))
+
+
 def test_outputs_by_name_and_a_batch_of_one(tmp_path: Path) -> None:
     model = Small().eval()
     result = export_onnx(model, {"x": normal(1, 3, WIDTH)}, tmp_path / "small.onnx", echo=None)
