@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 Target = Callable[..., Any] | str
@@ -129,9 +129,11 @@ def carried_axis(name: str, args: Sequence[Any], before: Sequence[Any], after: S
     ndim, last = len(before), axis == -1
     if not ndim:
         return None
-    same_width = len(after) > 0 and after[-1] == before[-1]
+    same_width = len(after) > 0 and same(after[-1:], before[-1:])
     if name in ROW_MAJOR:
-        if (last and same_width) or list(before) == list(after):
+        if reinterprets(name, args):
+            return None
+        if (last and same_width) or same(before, after):
             return axis
         return None if last else _whole_axis(before, after, axis)
     if name in INDEXING:
@@ -140,6 +142,19 @@ def carried_axis(name: str, args: Sequence[Any], before: Sequence[Any], after: S
         order = permutation(name, args, ndim)
         return None if order is None else order.index(axis + ndim) - ndim
     return None
+
+
+def same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Whether all sizes are equal, as far as is known: a trace must not ask for sizes that data decide."""
+    if len(before) != len(after):
+        return False
+    pairs = zip(before, after, strict=True)
+    return all(n == m if isinstance(n, int) and isinstance(m, int) else guard_or_false(n == m) for n, m in pairs)
+
+
+def reinterprets(name: str, args: Sequence[Any]) -> bool:
+    """Whether a view gives the same bits another dtype, in which they stand for other numbers."""
+    return name == "view" and any(isinstance(arg, torch.dtype) for arg in args)
 
 
 def _whole_axis(before: Sequence[Any], after: Sequence[Any], axis: int) -> int | None:
@@ -161,7 +176,7 @@ DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_d
 def _leaves_last_axis(name: str, args: Sequence[Any], ndim: int, before: Sequence[Any], after: Sequence[Any]) -> bool:
     if name in ("slice", "select", "narrow", "index_select"):
         dim = args[1] if len(args) > 1 else 0
-        return (isinstance(dim, int) and dim % ndim != ndim - 1) or (name == "slice" and list(before) == list(after))
+        return (isinstance(dim, int) and dim % ndim != ndim - 1) or (name == "slice" and same(before, after))
     if name == "index":
         return len(args[1]) < ndim or args[1][-1] is None
     if name != "getitem":

@@ -24,6 +24,8 @@ from attnres_compile.arithmetic import (
     carried_axis,
     changed_in_place,
     operation_name,
+    reinterprets,
+    same,
     scaling_factor,
 )
 from attnres_compile.errors import RefusedError
@@ -118,10 +120,9 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if not args or not is_stream(args[0]) or any(is_stream(a) for a in (*args[1:], *kwargs.values())):
         return None
     stream, rest = args[0], args[1:]
-    if name == "clone":
-        return stream.copied()
     if name in UNCHANGED:
-        return stream
+        state = stream.copied() if name == "clone" else stream
+        return state.stored_as(target(state.blocks[0], *rest, **kwargs)) if name == "contiguous" or kwargs else state
     if name in DROPOUTS:
         return _dropped_out(stream, target, name, rest, kwargs)
     if name in SCALINGS:
@@ -130,29 +131,37 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         factor = rest[0] if rest else -1
         op = aten.div.Tensor if name.startswith("div") else aten.mul.Tensor
         return stream.map(lambda v: op(v, factor), stream.axis)
-    if name not in CASTS | ROW_MAJOR | INDEXING | PERMUTATIONS:
+    if name not in CASTS | ROW_MAJOR | INDEXING | PERMUTATIONS or reinterprets(name, (*rest, *kwargs.values())):
         return None
+    function = _on_any_strides(name, rest, kwargs) or (lambda v: target(v, *rest, **kwargs))
     if name in ROW_MAJOR:
-        restored = stream.restored(_sizes(rest, kwargs), lambda v: target(v, *rest, **kwargs))
+        restored = stream.restored([example(size) for size in _sizes(rest, kwargs)], function)
         if restored is not None:
             return restored.sharing(stream)
     # A first look at one source decides: the shape of the result tells whether the tokens stayed whole.
-    first = map_streams(target(stream.blocks[0], *rest, **kwargs), Stream.read)
+    first = map_streams(function(stream.blocks[0]), Stream.read)
     if not isinstance(first, torch.Tensor | fx.Proxy):
         return None
     if name in CASTS and example(first).dtype == stream.dtype and example(first).device == stream.device:
-        return stream
+        return stream.stored_as(first)
     axis = carried_axis(name, args, stream.shape, example(first).shape, stream.axis)
     if axis is None:
         return None
-    carried = stream.map(lambda v: target(v, *rest, **kwargs), axis, row_major=name in ROW_MAJOR)
+    carried = stream.map(function, axis, row_major=name in ROW_MAJOR)
     # Others are views, or may be: an index can copy.
     return carried if name in CASTS else carried.sharing(stream)
 
 
+def _on_any_strides(name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Value], Value] | None:
+    """A view as a reshape: the sources may be stored otherwise than their sum, which the model knows how to view."""
+    if name == "view_as":
+        return lambda v: aten.reshape_as.default(v, *rest, **kwargs)
+    sizes = list(_sizes(rest, kwargs))
+    return (lambda v: aten.reshape.default(v, sizes)) if name in ("view", "_unsafe_view") else None
+
+
 def _sizes(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-    sizes = rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple) else rest or kwargs.get("size", ())
-    return [example(size) for size in sizes]
+    return rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple) else rest or kwargs.get("size", ())
 
 
 def _dropped_out(
@@ -174,9 +183,9 @@ def _broadcasts(value: Value, stream: Stream) -> bool:
     if shape is None or len(shape) > len(target) or example(value).dtype.is_complex:
         return False
     # A term that is constant along the features (the mean in a hand-written norm) is no source.
-    if len(shape) and (len(shape) < -axis or shape[axis] != target[axis]):
+    if len(shape) and (len(shape) < -axis or not same([shape[axis]], [target[axis]])):
         return False
-    return all(n == m or n == 1 for n, m in zip(reversed(shape), reversed(target), strict=False))
+    return all(same([n], [m]) or same([n], [1]) for n, m in zip(reversed(shape), reversed(target), strict=False))
 
 
 def _torch_function(

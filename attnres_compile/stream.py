@@ -15,9 +15,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from attnres_compile.arithmetic import NUMBERS
+from attnres_compile.arithmetic import NUMBERS, same
 from attnres_compile.chains import BlockPlan
 from attnres_compile.errors import RefusedError
+from attnres_compile.layouts import stored_as_sum
 from attnres_compile.observer import Observer
 from attnres_compile.reads import ReadParameters
 
@@ -117,7 +118,7 @@ class Stream:
         elif isinstance(branch, NUMBERS):
             partial = aten.full_like.default(blocks[0], branch)
         else:
-            partial = branch if _same_shape(branch, blocks[0]) else aten.expand_as.default(branch, blocks[0])
+            partial = branch if same(example(branch).shape, self.shape) else aten.expand_as.default(branch, blocks[0])
         if example(partial).dtype != common:
             partial = aten.to.dtype(partial, common)
         if ours != common:
@@ -167,10 +168,10 @@ class Stream:
             parameters = (None, None) if partial is None and not again else self._parameters(row)
             h = ops.merge.default(*phase.of(row), partial, *parameters, eps, scale, *again)
             h = h if example(h).dtype == self.dtype else aten.to.dtype(h, self.dtype)
-        return _given(h if self.axis == -1 else aten.movedim.int(h, -1, self.axis))
+        return _given(stored_as_sum(h, [example(source) for source in sources], self.axis))
 
     def _kept(self) -> tuple[list[Value], ...]:
-        """What a merge keeps for its backward instead of its row of phase 1; a compiler decides that itself."""
+        """What a merge keeps for its backward instead of its row of phase 1; compilers decide that themselves."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(self.blocks[0], torch.Tensor):
             return ()
         return ([_last(block, self.axis) for block in self.blocks],)
@@ -183,6 +184,12 @@ class Stream:
         """Another value: an in-place add on it leaves this one as it is, and so does one on its lone source."""
         blocks = (aten.clone.default(self.blocks[0]),) if len(self.current().sources) == 1 else self.blocks
         return self._with(blocks, self.partial, self.phase)
+
+    def stored_as(self, first: Value) -> Stream:
+        """This state with ``first`` for its source, which it equals: the sum is stored as the source is."""
+        if same(example(first).stride(), example(self.blocks[0]).stride()):
+            return self
+        return self._with((first, *self.blocks[1:]), self.partial, self.phase).sharing(self)
 
     def total(self) -> Value:
         """The standard residual stream: the sum of all sources."""
@@ -201,7 +208,7 @@ class Stream:
 
     def restored(self, shape: Sequence[Any], function: Callable[[Value], Value]) -> Stream | None:
         """Undo a reshape: where it leads back to ``shape``, the blocks that were there before it are as they were."""
-        if self.folded_from is None or not _equal(shape, example(self.folded_from[0][0]).shape):
+        if self.folded_from is None or not same(shape, example(self.folded_from[0][0]).shape):
             return None
         old, phase = self.folded_from
         blocks = old + tuple(function(block) for block in self.blocks[len(old) :])
@@ -234,7 +241,7 @@ class Stream:
     @property
     def ndim(self) -> int:
         """Number of axes."""
-        return int(example(self.blocks[0]).ndim)
+        return len(self.shape)
 
     @property
     def requires_grad(self) -> bool:
@@ -363,14 +370,6 @@ def _unbound(value: Value, count: int) -> Iterable[Value]:
     return [rows[i] for i in range(count)]
 
 
-def _same_shape(a: Value, b: Value) -> bool:
-    return _equal(example(a).shape, example(b).shape)
-
-
-def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(m is n or m == n for m, n in zip(a, b, strict=True))
-
-
 def flatten(stream: Stream) -> tuple[list[Any], Any]:
     """A stream's tensors, and what else it takes to make it again."""
     static = (type(stream), len(stream.blocks), stream.position, stream.axis, stream.plan, stream.reads)
@@ -382,18 +381,14 @@ def flatten(stream: Stream) -> tuple[list[Any], Any]:
 def unflatten(values: Iterable[Any], context: Any) -> Stream:
     """The stream that ``flatten`` took apart, with these tensors."""
     (kind, count, position, axis, plan, reads), rows = context
-    blocks, partial, statistics = _split(list(values), count)
-    phase = None
+    values, phase = list(values), None
+    blocks, partial, statistics = tuple(values[:count]), values[count], values[count + 1 :]
     if rows is not None:
         first, size = rows
         o, m, l = (tuple(statistics[i * size : (i + 1) * size]) for i in range(3))
         phase = Phase(first, o, m, l)
     stream: Stream = kind(blocks, partial, phase, position, axis, plan, reads)
     return stream
-
-
-def _split(values: list[Any], count: int) -> tuple[tuple[Any, ...], Any, list[Any]]:
-    return tuple(values[:count]), values[count], values[count + 1 :]
 
 
 for _kind in (Stream, TensorStream):

@@ -159,6 +159,9 @@ CARRIED: dict[str, Operation] = {
     "reshape and back": lambda x: x.reshape(-1, WIDTH).view(2, 4, WIDTH),
     "dropout in eval": lambda x: F.dropout(x, 0.5, False),
     "clone": lambda x: x.clone(),
+    "contiguous copy": lambda x: x.transpose(0, 1).clone(memory_format=torch.contiguous_format),
+    "contiguous again": lambda x: x.permute(2, 0, 1).contiguous(),
+    "view of a contiguous form": lambda x: x.transpose(0, 1).contiguous().view(-1, WIDTH),
     "contiguous": lambda x: x.contiguous(),
     "to its dtype": lambda x: x.to(F64),
     "to its device": lambda x: x.to("cpu"),
@@ -181,8 +184,32 @@ def test_carried(name: str, seen: int) -> None:
         assert_close(moved.total(), expected)
         last = [source.movedim(moved.axis, -1) for source in sources]
         assert_close(moved.read(), expected_read(moved, last, seen - 1).movedim(-1, moved.axis))
+        assert moved.read().stride() == (1 * expected).stride()
         branch = random(*moved.shape, seed=85)
         assert_close((moved + branch).total(), expected + branch)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x.view(-1, WIDTH), lambda x: x.view(size=(8, WIDTH)), lambda x: x.view_as(random(8, WIDTH))]
+)
+@pytest.mark.parametrize("seen", [1, 2, 4])
+def test_branches_with_other_strides(view: Operation, seen: int) -> None:
+    """A model may view the sum, whatever strides the branches have."""
+    stream = begun()
+    plain = stream.total().clone()
+    for position in range(1, 1 + seen):
+        branch = random(*SHAPE, seed=position).transpose(0, 1).contiguous().transpose(0, 1)
+        assert not branch.is_contiguous()
+        stream, plain = stream + branch, plain + branch
+    viewed = view(stream)
+    assert_close(viewed.total(), view(plain))
+
+
+@pytest.mark.parametrize("seen", [1, 3])
+def test_other_bits_are_read(seen: int) -> None:
+    stream = pushed(begun(), seen)
+    for bits in (stream.view(torch.int64), stream.view(dtype=torch.int64)):
+        assert torch.equal(bits, stream.read().view(torch.int64))
 
 
 @pytest.mark.parametrize(("dtype", "operation"), [(F32, lambda x: x.float()), (BF16, lambda x: x.to(BF16))])

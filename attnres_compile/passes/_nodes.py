@@ -54,8 +54,12 @@ def shape(node: Any) -> tuple[int, ...] | None:
 
 
 def hints(sizes: Iterable[Any]) -> tuple[int, ...]:
-    """Sizes, of symbolic ones the value that they had in the trace."""
-    return tuple(int(n.node.hint) if isinstance(n, torch.SymInt) and n.node.has_hint() else n for n in sizes)
+    """Sizes, of symbolic ones the value that they had in the trace; where data decide it, their expression."""
+    return tuple(_hint(n) if isinstance(n, torch.SymInt) else n for n in sizes)
+
+
+def _hint(size: torch.SymInt) -> Any:
+    return int(size.node.hint) if size.node.has_hint() else size.node.expr
 
 
 def memory(node: Any) -> int | None:

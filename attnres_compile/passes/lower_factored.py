@@ -61,10 +61,12 @@ class LowerFactored:
         return bool(small)
 
 
-def _tokens(node: fx.Node) -> int:
+def _tokens(node: fx.Node) -> float:
     """Rows of features that the operator goes over: the largest product of leading sizes among its results."""
     values = [v for v in pytree.tree_leaves(node.meta["val"]) if isinstance(v, Tensor) and v.ndim]
-    return max(math.prod(_nodes.hints(v.shape[:-1])) for v in values)
+    leading = [_nodes.hints(v.shape[:-1]) for v in values]
+    # What data decide may be many.
+    return max(math.prod(n if isinstance(n, int) else math.inf for n in sizes) for sizes in leading)
 
 
 def _lower(node: fx.Node, decompositions: Decompositions | None, known: Known) -> None:

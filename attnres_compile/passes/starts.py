@@ -152,13 +152,18 @@ def _made_with(source: fx.Node, module: fx.GraphModule) -> int:
     """The axis that the last norm, convolution or matrix product upstream mixed; the last one where there is none."""
     node, order = source, list[int | None](range(len(_nodes.shape(source) or ())))
     while (mixed := _mixed(node, order, module)) is None:
-        sizes = sorted(_nodes.shape(node) or ())
-        previous = next((n for n in node.all_input_nodes if sorted(_nodes.shape(n) or ()) == sizes), None)
+        sizes = _sizes(node)
+        previous = next((n for n in node.all_input_nodes if _sizes(n) == sizes), None)
         if previous is None or (came_from := _moved(node, previous, list(range(len(sizes))), module)) is None:
             return -1
         order = [order[came_from.index(i)] if i in came_from else None for i in range(len(sizes))]
         node = previous
     return mixed - len(order)
+
+
+def _sizes(node: fx.Node) -> list[int]:
+    # By name: one that data decide is a symbol, which has no place among numbers.
+    return sorted(_nodes.shape(node) or (), key=str)
 
 
 def _mixed(node: fx.Node, order: list[int | None], module: fx.GraphModule) -> int | None:

@@ -158,6 +158,9 @@ OPS: dict[str, Op] = {
     "addcmul": Op(lambda p, x, f: torch.addcmul(x, p.value, f), lambda: Constant(WIDTH), arity=2, kinds=LAST),
     "addcmul of both": Op(lambda p, x, f: torch.addcmul(x, x, f, value=0.1), arity=2, kinds=EVERY),
     "addmm": Op(lambda p, x, f: torch.addmm(x, f, p.value), lambda: Constant(WIDTH, WIDTH), arity=2, kinds=("nd",)),
+    "add transposed": Op(
+        lambda p, x, f: x + p(f.transpose(0, 1)).transpose(0, 1), Branch, arity=2, kinds=("btd",), weight=2
+    ),
     "stack": Op(lambda p, x, f: torch.stack([x, f]).sum(0), arity=2, kinds=EVERY),
     "lerp": Op(lambda p, x, f: torch.lerp(x, f, 0.3), arity=2, kinds=EVERY),
     # Constants.
@@ -191,6 +194,9 @@ OPS: dict[str, Op] = {
     "detach": Op(lambda p, x: x.detach(), kinds=EVERY),
     "flatten": Op(lambda p, x: x.reshape(-1, WIDTH), kinds=("btd",), changes={"btd": "nd"}),
     "view": Op(lambda p, x: x.view(BATCH, TOKENS, WIDTH), kinds=("nd",), changes={"nd": "btd"}, weight=3),
+    "view tokens": Op(lambda p, x: x.view(-1, WIDTH), kinds=("btd",), changes={"btd": "nd"}),
+    "view rows": Op(lambda p, x: torch.relu(x).view(x.shape[0], -1).view(x.shape), kinds=EVERY, weight=2),
+    "view bits": Op(lambda p, x: x.view(torch.int64).view(torch.float64), kinds=EVERY),
     "transpose": Op(
         lambda p, x: x.transpose(0, 1), kinds=("btd", "tbd"), changes={"btd": "tbd", "tbd": "btd"}, weight=2
     ),

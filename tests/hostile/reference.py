@@ -198,7 +198,7 @@ class Interpreter(fx.Interpreter):
             return state.tensor
         query, key_norm = (parameter[order.index(state.position)] for parameter in self.parameters[chain])
         mixed = reference.depth_attention(sources, query, key_norm, eps=EPS, scale=float(len(sources)))
-        return mixed.movedim(-1, state.axis)
+        return stored_as(mixed.movedim(-1, state.axis), state.terms[0][1])
 
     def added(self, name: str, args: Any, kwargs: Any) -> State | None:
         """The state after an add of something that has the features."""
@@ -245,10 +245,11 @@ class Interpreter(fx.Interpreter):
         if not isinstance(state, State) or any(isinstance(leaf, State) for leaf in leaves((args[1:], kwargs))):
             return None
 
-        def apply(term: Tensor) -> Any:
-            return self.call(n, (term, *args[1:]), kwargs)
-
         before, axis = state.terms[0][1], state.axis
+
+        def apply(term: Tensor) -> Any:
+            return self.call(n, (stored_as(term, before), *args[1:]), kwargs)
+
         if name in SAME:
             return state.mapped(apply, axis)
         if name in ("mul", "div", "mul_", "neg"):
@@ -263,11 +264,16 @@ class Interpreter(fx.Interpreter):
             dims = args[1:] if name == "transpose" else tuple(leaves(args[1:]))
             moved = marks.transpose(*dims) if name == "transpose" else marks.permute(*dims)
             return state.mapped(apply, list(moved.shape).index(2 + before.ndim + axis) - before.ndim)
-        if name in ROWS and axis == -1:
+        if name in ROWS and axis == -1 and not any(isinstance(arg, torch.dtype) for arg in args):
             shape = apply(before).shape
             features = len(shape) > 0 and shape[-1] == before.shape[-1]
             return state.mapped(apply, axis) if features else None
         return None
+
+
+def stored_as(value: Tensor, like: Tensor) -> Tensor:
+    """The value with the strides of another, on which a view of it may rest."""
+    return value if value.stride() == like.stride() else torch.empty_like(like).copy_(value)
 
 
 def one_memory(a: Any, b: Any) -> bool:

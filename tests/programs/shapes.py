@@ -107,6 +107,53 @@ class ChannelsFirst(Net):
         return super().middle(x.transpose(1, 2)).transpose(1, 2)
 
 
+class ViewedLayer(ConvolutionLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        batch, width, length = x.shape
+        x = x + self.mix(self.norms[0](x))
+        # Rows of features can be viewed in the layout of the sum alone.
+        return x + self.point(F.gelu(x).view(batch * width, length).sigmoid().view(batch, width, length))
+
+
+@PROGRAMS.net(pushes=8)
+class ChannelsFirstViewed(ChannelsFirst):
+    """An activation of the stream is viewed in the order in which its sum is stored. Two pushes in each of four."""
+
+    layer = ViewedLayer
+
+    def middle(self, x: Tensor) -> Tensor:
+        return Net.middle(self, x.transpose(1, 2).contiguous()).transpose(1, 2)
+
+
+class OtherStrides(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.f(x.transpose(0, 1)).transpose(0, 1)
+        return x.view(-1, WIDTH).view(x.shape) + self.g(x)
+
+
+@PROGRAMS.net(pushes=8)
+class BranchStrides(Net):
+    """The sum is viewed after a branch with other strides. Two pushes in each of four."""
+
+    layer = OtherStrides
+
+
+class Window(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        x = x + self.f(x)
+        x = x.view(batch, 1, length, width).transpose(1, 2).contiguous()
+        x = x.transpose(1, 2).contiguous().view(batch, length, width)
+        return x + self.g(x)
+
+
+@PROGRAMS.net(pushes=8)
+class Windows(Net):
+    """The stream is permuted, made contiguous, and put back by a view. Two pushes in each of four."""
+
+    layer = Window
+
+
 @PROGRAMS.net(pushes=8)
 class RawOutput(Net):
     """The model returns the stream itself, with no norm and no head; the caller must get a tensor. Four times two."""
