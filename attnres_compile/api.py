@@ -26,8 +26,12 @@ from attnres_compile.passes.pipelines import live
 from attnres_compile.placement import attachments
 from attnres_compile.report import AttnResReport, ChainReport, Check, RefusalReport
 from attnres_compile.sublayer_names import sublayer_names
-from attnres_compile.verification import Mode, raise_failures, run_checks
+from attnres_compile.verification import Mode, raise_failures, run_checks, unlearned
 
+UNLEARNED = (
+    "nothing would learn from its reads: autograd records no way from them to the outputs (torch.no_grad, values that "
+    "become integers, a function with a backward of its own)"
+)
 M = TypeVar("M", nn.Module, ExportedProgram)
 
 
@@ -69,10 +73,7 @@ def transform(
         graph: Any = _transform_graph(model, _inputs_of_graph(model, example_inputs), config, verify)
         return graph
     inputs = _example_inputs(model, example_inputs)
-    report, found, pushes = _analyse(model, inputs, config)
-    if found:
-        candidate = _attached(shared_copy(model), found, config)
-        report = _verified(report, shared_copy(model), candidate, inputs, pushes, verify, config)
+    report, found = _verified(model, capture(model, inputs), inputs, config, verify)
     result = model if inplace else shared_copy(model)
     if found:
         attach(result, found, key_norm=config.key_norm)
@@ -103,7 +104,8 @@ def inspect(model: nn.Module | ExportedProgram, example_inputs: Any = None, **op
     if isinstance(model, fx.GraphModule):
         captured, subject = graphs.analyse_graph(model, _inputs_of_graph(model, example_inputs), config)
         return _report(type(model).__name__, captured.front_end, subject)
-    return _analyse(model, _example_inputs(model, example_inputs), config)[0]
+    inputs = _example_inputs(model, example_inputs)
+    return _analyse(model, capture(model, inputs), inputs, config)[0]
 
 
 def pass_by_pass(
@@ -187,11 +189,32 @@ def _inputs_of_graph(module: fx.GraphModule, example_inputs: Any) -> Inputs:
     return Inputs((), {})
 
 
+def _verified(
+    model: nn.Module, captured: Captured, inputs: Inputs, config: AttnResConfig, mode: Mode
+) -> tuple[AttnResReport, list[Attachment]]:
+    """The report with the checks of a copy, and what to attach: without the chains that would learn nothing."""
+    report, found, pushes = _analyse(model, captured, inputs, config)
+    if not found:
+        return report, found
+    checks = run_checks(shared_copy(model), _attached(shared_copy(model), found, config), inputs, pushes, mode)
+    if lost := _unlearned(report, checks, config):
+        report, found = _verified(model, captured, inputs, _without(lost, report, config), mode)
+        return _with_lost(report, lost), found
+    raise_failures(checks, report.model)
+    return replace(report, checks=tuple(checks)), found
+
+
+def _unlearned(report: AttnResReport, checks: list[Check], config: AttnResConfig) -> list[ChainReport]:
+    """The chains that would learn nothing, where others would, and nobody asked for these."""
+    rewritten = [chain for chain in report.chains if chain.rewritten]
+    lost = [rewritten[i] for i in unlearned(checks)]
+    return lost if config.chains is None and len(lost) < len(rewritten) else []
+
+
 def _analyse(
-    model: nn.Module, inputs: Inputs, config: AttnResConfig
+    model: nn.Module, captured: Captured, inputs: Inputs, config: AttnResConfig
 ) -> tuple[AttnResReport, list[Attachment], dict[int, int]]:
     """The report, what to attach, and the adds per chain. Changes nothing."""
-    captured = capture(model, inputs)
     report, found, pushes = _found(model, captured, inputs, config, outermost=True)
     if found and _pushes(model, found, inputs, config) != pushes:
         # A module that only reads in the graph may still hand the stream on; its parts then read for themselves.
@@ -233,18 +256,13 @@ def _attached(model: nn.Module, found: list[Attachment], config: AttnResConfig) 
     return model
 
 
-def _verified(
-    report: AttnResReport,
-    original: nn.Module,
-    candidate: nn.Module,
-    inputs: Inputs,
-    pushes: dict[int, int] | None,
-    mode: Mode,
-    config: AttnResConfig,
-) -> AttnResReport:
-    checks = run_checks(original, candidate, inputs, pushes, mode)
-    raise_failures(checks, report.model)
-    return replace(report, checks=tuple(checks))
+def _without(lost: list[ChainReport], report: AttnResReport, config: AttnResConfig) -> AttnResConfig:
+    return replace(config, chains=[chain.index for chain in report.chains if chain.rewritten and chain not in lost])
+
+
+def _with_lost(report: AttnResReport, lost: list[ChainReport]) -> AttnResReport:
+    refused = [RefusalReport(UNLEARNED, f"chain {chain.index}", chain.where) for chain in lost]
+    return replace(report, refused=(*report.refused, *refused))
 
 
 def _transform_program(program: ExportedProgram, config: AttnResConfig, mode: Mode) -> ExportedProgram:
@@ -256,6 +274,10 @@ def _transform_program(program: ExportedProgram, config: AttnResConfig, mode: Mo
     if result is not program and mode != "off" and program.example_inputs is not None:
         inputs = Inputs(*program.example_inputs)
         checks = run_checks(program.module(), result.module(), inputs, None, "quick")
+        if lost := _unlearned(report, checks, config):
+            result = _transform_program(program, _without(lost, report, config), mode)
+            result.attnres_report = _with_lost(result.attnres_report, lost)  # type: ignore[attr-defined]
+            return result
         raise_failures(checks, report.model)
         report = replace(report, checks=tuple(checks))
     result.attnres_report = report  # type: ignore[attr-defined]
@@ -267,7 +289,13 @@ def _transform_graph(module: fx.GraphModule, inputs: Inputs, config: AttnResConf
     report = _report(type(module).__name__, captured.front_end, subject)
     result = graphs.rewrite_graph(subject) if _selected(subject, report) else module
     if result is not module and (inputs.args or inputs.kwargs):
-        report = _verified(report, shared_copy(module), shared_copy(result), inputs, None, mode, config)
+        checks = run_checks(shared_copy(module), shared_copy(result), inputs, None, mode)
+        if lost := _unlearned(report, checks, config):
+            result = _transform_graph(module, inputs, _without(lost, report, config), mode)
+            result.attnres_report = _with_lost(result.attnres_report, lost)  # type: ignore[arg-type, assignment]
+            return result
+        raise_failures(checks, report.model)
+        report = replace(report, checks=tuple(checks))
     result.attnres_report = report  # type: ignore[assignment]
     return result
 

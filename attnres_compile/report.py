@@ -54,11 +54,12 @@ class RefusalReport:
 
 @dataclass(frozen=True)
 class Check:
-    """One check of a transformed model: the error that was measured, and what is allowed."""
+    """One check of a transformed model: the error that was measured, what is allowed, and which chains failed it."""
 
     name: str
     error: float
     tolerance: float
+    chains: tuple[int, ...] = ()
 
     @property
     def passed(self) -> bool:

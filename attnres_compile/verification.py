@@ -74,6 +74,12 @@ def run_checks(
     return checks
 
 
+def unlearned(checks: list[Check]) -> tuple[int, ...]:
+    """The chains, by number among the rewritten, whose reads would learn nothing, where that is all that is wrong."""
+    failed = [check for check in checks if not check.passed]
+    return failed[0].chains if len(failed) == 1 else ()
+
+
 def raise_failures(checks: list[Check], model: str) -> None:
     """Raise when a check failed.
 
@@ -87,8 +93,8 @@ def raise_failures(checks: list[Check], model: str) -> None:
     dead = [check.name for check in failed if check.name.startswith((NO_CHANGE, NO_GRADIENT))]
     if failed and len(dead) == len(failed):
         raise RefusedError(
-            f"the outputs of {model} do not depend on the reads of every chain ({figures}): those would learn nothing. "
-            f"The model is left as it was. {UNRECORDED}"
+            f"nothing would learn from the reads of {model}: its outputs do not depend on the reads of every chain "
+            f"({figures}). The model is left as it was. {UNRECORDED}"
         )
     counts = [check.name for check in failed if check.name.startswith((PUSHES, READS))]
     if failed and len(dead) + len(counts) == len(failed):
@@ -259,9 +265,9 @@ def _alive(transformed: nn.Module, inputs: Inputs, observer: Observer | None) ->
             reads.get_parameter("query").zero_()
         before = call(model, inputs)
     unchanged = 0.0 if relative_error([a.detach() for a in after], before) > 0 else 1.0
-    dead = [str(i) for i, gradient in enumerate(found.values()) if gradient is None or not bool(gradient.any())]
-    which = f" ({', '.join(dead)})" if dead else ""
-    checks = [Check(NO_CHANGE, unchanged, 0.0), Check(NO_GRADIENT + which, float(len(dead)), 0.0)]
+    dead = tuple(i for i, gradient in enumerate(found.values()) if gradient is None or not bool(gradient.any()))
+    which = f" ({', '.join(map(str, dead))})" if dead else ""
+    checks = [Check(NO_CHANGE, unchanged, 0.0), Check(NO_GRADIENT + which, float(len(dead)), 0.0, dead)]
     if observer is not None:
         rows = sum(reads.get_parameter("query").shape[0] for reads in chains)
         checks.append(Check(f"{READS} {len(observer.rows)} = rows {rows}", float(rows - len(observer.rows)), 0.0))

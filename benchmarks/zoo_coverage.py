@@ -19,6 +19,7 @@ RIGHT = {
     "the skip is multiplied by a tensor": "the skip has a gate, or a weight per feature",
     "no residual add": "skips are missing, concatenated, or mixed by matrices",
     "the stream ends after one sublayer": "no other add goes on from the sum",
+    "nothing would learn from": "the outputs hang on it by integers or under `torch.no_grad` alone",
 }
 ROUTES = ("live", "graph")
 UNTRACED = ("not traced", "not exported")

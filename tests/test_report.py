@@ -71,7 +71,7 @@ def test_plain_data() -> None:
     assert plain["chains"][0]["owners"] == {"Block": 23, "Encoder": 1}
     assert [chain["rewritten"] for chain in plain["chains"]] == [True, False]
     assert plain["refused"][2] == {"reason": "short", "node": "add_9", "where": "source line unknown"}
-    assert plain["checks"][1] == {"name": "rows", "error": 1.0, "tolerance": 0.0}
+    assert plain["checks"][1] == {"name": "rows", "error": 1.0, "tolerance": 0.0, "chains": []}
 
 
 def test_json() -> None:

@@ -162,7 +162,7 @@ FOUND: dict[str, tuple[Program, dict[Route, str]]] = {
     # Nothing but zeros.
     "cancelled": (
         Program(body(("linear module", 0), *two(1), ("branch", 5), ("sub", 6, 6))),
-        {"graph": "equal", "live": "RefusedError: the outputs of One do not depend on the reads"},
+        {"graph": "equal", "live": "RefusedError: nothing would learn from the reads of One"},
     ),
     # Exact, and no query would ever learn.
     "read through `detach` only": (

@@ -51,6 +51,21 @@ class Branching(Net):
         return x
 
 
+class Codes(Net):
+    """The first stage hands on integers, through which no gradient goes."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.table = nn.Embedding(16, 16)
+        self.second = Net(2)
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = self.table(self.norm(super().middle(x)).argmax(-1))
+        for layer in self.second.layers:
+            x = layer(x)
+        return x
+
+
 class Plain(nn.Sequential):
     """Linear layers without a residual."""
 
@@ -237,3 +252,26 @@ def test_chains_train_apart() -> None:
     _, model = pair("t5")
     projection(run("t5", model)).backward()
     assert all(model.get_parameter(f"attnres.{i}.query").grad.any(dim=-1).all() for i in range(2))
+
+
+def exported(model: nn.Module) -> Any:
+    return torch.export.export(model, (X,), strict=False)
+
+
+@pytest.mark.parametrize("route", ["live", "program", "graph"])
+def test_a_chain_that_would_learn_nothing(route: str) -> None:
+    """It is left out with the reason, and the other one is rewritten; of a model of such chains nothing is left."""
+    model = seeded(Codes)
+    subject = {"live": lambda: model, "program": lambda: exported(model), "graph": lambda: exported(model).module()}
+    result: Any = ac.transform(subject[route](), None if route == "program" else (X,))
+    report = result.attnres_report
+    assert [(chain.rewritten, chain.adds) for chain in report.chains] == [(False, 4), (True, 4)]
+    (lost,) = (refusal for refusal in report.refused if refusal.reason.startswith("nothing would learn from its reads"))
+    assert lost.node == "chain 0"
+    assert "layers.py" in lost.where or "parts.py" in lost.where
+    assert report.options["chains"] == [1]
+    assert all(check.passed for check in report.checks)
+    run_it = result.module() if route == "program" else result
+    assert_close(run_it(X), model(X))
+    with pytest.raises(ac.RefusedError, match="do not depend on the reads of every chain"):
+        ac.transform(subject[route](), None if route == "program" else (X,), chains=[0, 1])
