@@ -71,8 +71,8 @@ def covers(row: Row, route: str) -> bool:
     """Whether a route transforms it exactly, with every add."""
     if route not in row or row[route]["status"] != "exact":
         return False
-    other = row[ROUTES[1 - ROUTES.index(route)]].get("adds", [])
-    return sum(row[route]["adds"]) >= sum(other) and all(kind(reason) in RIGHT for reason in uncovered(row, route))
+    found = {each: sum(row[each].get("adds", [])) + row[each].get("left_out", 0) for each in ROUTES}
+    return found[route] == max(found.values()) and all(kind(reason) in RIGHT for reason in uncovered(row, route))
 
 
 def uncovered(row: Row, route: str) -> list[str]:

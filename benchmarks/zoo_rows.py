@@ -100,12 +100,14 @@ def graph(model: nn.Module, inputs: Inputs) -> Row:
 
 
 def _described(report: Any, error: float) -> Row:
+    rewritten = [chain for chain in report.chains if chain.rewritten]
     return {
         "status": "exact" if error <= TOLERANCE else "wrong",
         "error": error,
-        "adds": [chain.adds for chain in report.chains],
-        "sublayers": [chain.sublayers for chain in report.chains],
-        "widths": [chain.width for chain in report.chains],
+        "adds": [chain.adds for chain in rewritten],
+        "sublayers": [chain.sublayers for chain in rewritten],
+        "widths": [chain.width for chain in rewritten],
+        "left_out": sum(chain.adds for chain in report.chains if not chain.rewritten),
         "uncovered": [f"{r.reason} ({r.where})"[:300] for r in report.refused],
     }
 
