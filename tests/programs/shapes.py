@@ -142,8 +142,8 @@ class Window(Block):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         x = x + self.f(x)
-        x = x.view(batch, 1, length, width).transpose(1, 2).contiguous()
-        x = x.transpose(1, 2).contiguous().view(batch, length, width)
+        x = x.transpose(0, 1).contiguous().view(-1, width)
+        x = x.view(length, batch, width).transpose(0, 1).contiguous().view(batch, -1, width)
         return x + self.g(x)
 
 
@@ -152,6 +152,18 @@ class Windows(Net):
     """The stream is permuted, made contiguous, and put back by a view. Two pushes in each of four."""
 
     layer = Window
+
+
+@PROGRAMS.net(pushes=8)
+class Selected(Net):
+    """Data decide how many tokens the layers see, and where each of them was is added first. Two pushes in each of
+    four."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        chosen = x[..., 0] > 0
+        places = chosen.nonzero()[:, 1].to(x.dtype)
+        tokens = super().middle(0.5 * x[chosen] + places.view(-1, 1))
+        return x.masked_scatter(chosen.unsqueeze(-1), tokens)
 
 
 @PROGRAMS.net(pushes=8)
