@@ -1,7 +1,7 @@
 """Small configs for transformers' architectures: sizes are shrunk by the names that configs give them.
 
 Nothing here knows an architecture: a size that no name says anything about keeps its default. Where sizes hang together
-in ways that no name tells, only the counts of things (layers, tokens, experts) are made smaller: ``widths=False``.
+in ways that no name tells, only the counts of things (layers, tokens, experts) are made smaller, and images.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ COUNTS: Sizes = (
     (r"(\w*num_(local_|routed_|shared_)?experts|n_routed_experts|\w*num_experts|moe_num_experts)", EXPERTS),
     (r"(n_group|topk_group|n_groups|num_groups|mamba_n_groups|num_expert_groups?|moe_topk_group)", 1),
 )
+IMAGES: Sizes = ((r"(image_size|input_size|img_size|resolution)", IMAGE),)
 WIDTHS: Sizes = (
     (r"(num_key_value_heads|num_kv_heads|n_kv_heads|\w+_key_value_heads|num_key_value_groups|\w*kv_heads)", KEY_HEADS),
     (r".*(attention_heads|num_heads|n_heads?|num_attn_heads|query_heads|n_head|heads)", HEADS),
@@ -36,7 +37,7 @@ WIDTHS: Sizes = (
     (r"(model_dim|width|n_embed|\w+_dim|lru_width|conv_hidden_size|\w*channels?_dim|d_embedding|\w+_width)", WIDTH),
     (r"(upsample_groups)", WIDTH),
     (r"(q_lora_rank|kv_lora_rank|\w*lora_rank|\w*_rank|time_step_rank)", 16),
-    (r"(image_size|input_size|img_size|resolution)", IMAGE),
+    *IMAGES,
     (r"(patch_size|shape_size)", PATCH),
     (r"(coordinate_size)", PATCH // 2),
     (r"(max_position_embeddings|n_positions|max_sequence_length|\w*max_(source|target)_positions|n_ctx)", LENGTH),
@@ -46,6 +47,9 @@ WIDTHS: Sizes = (
     (r"(\w*chunk_size|\w*block_size)", 8),
     (r"(query_pre_attn_scalar)", HEAD),
 )
+# The smallest first.
+SMALL = COUNTS + WIDTHS
+FORMS = (SMALL, COUNTS + IMAGES, COUNTS)
 # A config may leave these to its user.
 UNSET = {"vocab_size": VOCABULARY, "num_experts_per_tok": 2, "n_routed_experts": EXPERTS, "n_shared_experts": 1}
 TOKENS = {"pad_token_id": 1, "mask_token_id": 2}
@@ -54,14 +58,14 @@ PER_LAYER = re.compile(r"(\w*layer_types|layers_block_type|\w*_layers|\w*layer_p
 STAGES = re.compile(r"(hidden_sizes|\w*embed_dims?|\w*channels|neck_hidden_sizes|backbone_out_channels|dims?)")
 
 
-def shrunk(config: Any, *, widths: bool = True) -> Any:
+def shrunk(config: Any, sizes: Sizes = SMALL) -> Any:
     """A config of the same class whose sizes are small where its names say what they are.
 
     Args:
         config: any; it stays as it is.
-        widths: whether widths, lengths and images are made smaller too.
+        sizes: one of ``FORMS``.
     """
-    return type(config)(**_changed(config, COUNTS + WIDTHS if widths else COUNTS))
+    return type(config)(**_changed(config, sizes))
 
 
 def _changed(config: Any, sizes: Sizes) -> dict[str, Any]:
@@ -78,9 +82,9 @@ def _changed(config: Any, sizes: Sizes) -> dict[str, Any]:
             continue
         if name in parts:
             if value is not None and not isinstance(value, dict):
-                changed[name] = shrunk(value, widths=sizes is not COUNTS)
+                changed[name] = shrunk(value, sizes)
             continue
-        unset = UNSET if sizes is not COUNTS else UNSET | TOKENS
+        unset = UNSET if sizes is SMALL else UNSET | TOKENS
         new = unset.get(name) if value is None else _value(name, value, sizes)
         if isinstance(value, list | tuple) and len(value) == layers and not isinstance(value[0], str):
             new = type(value)(_value(name, item, sizes) for item in value[:depth])
@@ -88,7 +92,7 @@ def _changed(config: Any, sizes: Sizes) -> dict[str, Any]:
             new = min(value, depth)
         elif isinstance(value, int) and not isinstance(value, bool) and value in lengths and new == LAYERS:
             new = value
-        if sizes is not COUNTS:
+        if sizes is SMALL:
             new = _for_small_heads(config, name, value, new)
         if new is not value:
             changed[name] = new
@@ -126,12 +130,12 @@ def _value(name: str, value: Any, sizes: Sizes) -> Any:
             kinds = list(dict.fromkeys(value))
             return (kinds + list(value)[-LAYERS:])[: max(LAYERS, len(kinds))]
         if sizes is not COUNTS and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
-            size = _size(name, sizes)
+            size = _size(name, sizes if sizes is SMALL else IMAGES)
             if size == HEADS:
                 return type(value)(HEADS for _ in value)
             if size is not None and size > 0:
                 return type(value)(min(item, size) for item in value)
-            if STAGES.fullmatch(name):
+            if sizes is SMALL and STAGES.fullmatch(name):
                 return type(value)(min(item, WIDTH) for item in value)
     return value
 

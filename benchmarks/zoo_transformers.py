@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.example_inputs import example  # noqa: E402 - found through the line before
-from benchmarks.small_configs import shrunk  # noqa: E402
+from benchmarks.small_configs import FORMS, shrunk  # noqa: E402
 from benchmarks.zoo_coverage import coverage  # noqa: E402
 from benchmarks.zoo_rows import Row, cell, go_on, measured, moved, record, seconds, short  # noqa: E402
 
@@ -98,9 +98,9 @@ def build(name: str, model: str) -> tuple[nn.Module, Inputs]:
         ValueError: there is none; with what was said to each try.
     """
     problems = []
-    for widths in (True, False):
+    for sizes in FORMS:
         try:
-            made = made_from(getattr(transformers, model), shrunk(CONFIG_MAPPING[name](), widths=widths))
+            made = made_from(getattr(transformers, model), shrunk(CONFIG_MAPPING[name](), sizes))
             return made, example(made)
         except Exception as error:
             problems.append(f"{type(error).__name__}: {error}")
