@@ -122,7 +122,8 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     stream, rest = args[0], args[1:]
     if name in UNCHANGED:
         state = stream.copied() if name == "clone" else stream
-        return state.stored_as(target(state.blocks[0], *rest, **kwargs)) if name == "contiguous" or kwargs else state
+        stored = stream.axis != -1 and (name == "contiguous" or kwargs)
+        return state.stored_as(target(state.blocks[0], *rest, **kwargs)) if stored else state
     if name in DROPOUTS:
         return _dropped_out(stream, target, name, rest, kwargs)
     if name in SCALINGS:
@@ -143,7 +144,7 @@ def _carried(target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     if not isinstance(first, torch.Tensor | fx.Proxy):
         return None
     if name in CASTS and example(first).dtype == stream.dtype and example(first).device == stream.device:
-        return stream.stored_as(first)
+        return stream if stream.axis == -1 else stream.stored_as(first)
     axis = carried_axis(name, args, stream.shape, example(first).shape, stream.axis)
     if axis is None:
         return None

@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 from attnres_compile.arithmetic import NUMBERS, same
 from attnres_compile.chains import BlockPlan
 from attnres_compile.errors import RefusedError
-from attnres_compile.layouts import stored_as_sum
 from attnres_compile.observer import Observer
 from attnres_compile.reads import ReadParameters
 
@@ -168,7 +167,12 @@ class Stream:
             parameters = (None, None) if partial is None and not again else self._parameters(row)
             h = ops.merge.default(*phase.of(row), partial, *parameters, eps, scale, *again)
             h = h if example(h).dtype == self.dtype else aten.to.dtype(h, self.dtype)
-        return _given(stored_as_sum(h, [example(source) for source in sources], self.axis))
+        return _given(h if self.axis == -1 else self._features_moved(h))
+
+    def _features_moved(self, h: Value) -> Value:
+        """A mix ``[..., d]`` with its features where the stream has them, stored as the sum is: a view may follow."""
+        h = aten.movedim.int(h, -1, self.axis)
+        return aten.contiguous.default(h) if example(self.blocks[0]).is_contiguous() else h
 
     def _kept(self) -> tuple[list[Value], ...]:
         """What a merge keeps for its backward instead of its row of phase 1; compilers decide that themselves."""

@@ -49,7 +49,7 @@ WIDTHS: Sizes = (
 )
 # The smallest first.
 SMALL = COUNTS + WIDTHS
-FORMS = (SMALL, COUNTS + IMAGES, COUNTS)
+FORMS = (SMALL, COUNTS + IMAGES, COUNTS, IMAGES, ())
 # A config may leave these to its user.
 UNSET = {"vocab_size": VOCABULARY, "num_experts_per_tok": 2, "n_routed_experts": EXPERTS, "n_shared_experts": 1}
 TOKENS = {"pad_token_id": 1, "mask_token_id": 2}

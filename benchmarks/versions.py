@@ -31,8 +31,8 @@ FREE = ("torch", "triton", "transformers", "tokenizers", "huggingface-hub", "hf-
 NEEDED = ("pytest", "pytest-timeout", "hypothesis", "accelerate", "peft")
 TESTS = (
     *(f"tests/test_{name}.py" for name in ("arithmetic", "stream", "interface", "interface_reads", "oracle_b")),
-    *(f"tests/test_{name}.py" for name in ("attach", "layouts", "placement", "graphs", "verification")),
-    *(f"tests/{name}" for name in ("test_zoo_transform.py", "passes", "capture")),
+    *(f"tests/test_{name}.py" for name in ("attach", "placement", "graphs", "verification", "zoo_transform")),
+    *(f"tests/{name}" for name in ("passes", "capture")),
     *(f"tests/integration/test_{name}.py" for name in ("compile_export", "generate")),
 )
 # Both routes and their agreement say what a version does to the models of the zoo; these take longer than all others.
