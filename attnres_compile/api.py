@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -33,6 +33,8 @@ UNLEARNED = (
     "become integers, a function with a backward of its own)"
 )
 M = TypeVar("M", nn.Module, ExportedProgram)
+T = TypeVar("T")
+Attempt = Callable[[AttnResConfig], tuple[AttnResReport, list[Check], T]]
 
 
 def transform(
@@ -50,6 +52,8 @@ def transform(
             Face models may go without; an exported program brings its own.
         inplace: change the model itself instead of a copy.
         verify: "full" checks outputs, gradients, training mode and a second shape; "quick" one forward; "off" nothing.
+            What is checked is also whether every chain's reads would learn: one that would not (layers under
+            ``torch.no_grad``) is left out, and the report says so.
         **options: the fields of ``AttnResConfig``: ``num_blocks`` or ``block_size``, ``preserve``, ``key_norm``,
             ``eps``, ``chains``, ``strict``.
 
@@ -73,7 +77,8 @@ def transform(
         graph: Any = _transform_graph(model, _inputs_of_graph(model, example_inputs), config, verify)
         return graph
     inputs = _example_inputs(model, example_inputs)
-    report, found = _verified(model, capture(model, inputs), inputs, config, verify)
+    captured = capture(model, inputs)
+    report, found = _settled(lambda config: _attempt(model, captured, inputs, config, verify), config)
     result = model if inplace else shared_copy(model)
     if found:
         attach(result, found, key_norm=config.key_norm)
@@ -189,26 +194,33 @@ def _inputs_of_graph(module: fx.GraphModule, example_inputs: Any) -> Inputs:
     return Inputs((), {})
 
 
-def _verified(
+def _settled(attempt: Attempt[T], config: AttnResConfig) -> tuple[AttnResReport, T]:
+    """What an attempt gives, without the chains that would learn nothing where others would.
+
+    Raises:
+        RefusedError: as ``raise_failures``; so does a chain that ``chains=`` asked for and that would learn nothing.
+        VerificationError: as ``raise_failures``.
+    """
+    report, checks, result = attempt(config)
+    rewritten = [chain for chain in report.chains if chain.rewritten]
+    lost = [rewritten[i] for i in unlearned(checks)] if config.chains is None else []
+    if 0 < len(lost) < len(rewritten):
+        report, checks, result = attempt(replace(config, chains=[c.index for c in rewritten if c not in lost]))
+        refused = [RefusalReport(UNLEARNED, f"chain {chain.index}", chain.where) for chain in lost]
+        report = replace(report, refused=(*report.refused, *refused))
+    raise_failures(checks, report.model)
+    return replace(report, checks=tuple(checks)), result
+
+
+def _attempt(
     model: nn.Module, captured: Captured, inputs: Inputs, config: AttnResConfig, mode: Mode
-) -> tuple[AttnResReport, list[Attachment]]:
-    """The report with the checks of a copy, and what to attach: without the chains that would learn nothing."""
+) -> tuple[AttnResReport, list[Check], list[Attachment]]:
+    """The report, the checks of a copy, and what to attach."""
     report, found, pushes = _analyse(model, captured, inputs, config)
     if not found:
-        return report, found
-    checks = run_checks(shared_copy(model), _attached(shared_copy(model), found, config), inputs, pushes, mode)
-    if lost := _unlearned(report, checks, config):
-        report, found = _verified(model, captured, inputs, _without(lost, report, config), mode)
-        return _with_lost(report, lost), found
-    raise_failures(checks, report.model)
-    return replace(report, checks=tuple(checks)), found
-
-
-def _unlearned(report: AttnResReport, checks: list[Check], config: AttnResConfig) -> list[ChainReport]:
-    """The chains that would learn nothing, where others would, and nobody asked for these."""
-    rewritten = [chain for chain in report.chains if chain.rewritten]
-    lost = [rewritten[i] for i in unlearned(checks)]
-    return lost if config.chains is None and len(lost) < len(rewritten) else []
+        return report, [], found
+    candidate = _attached(shared_copy(model), found, config)
+    return report, run_checks(shared_copy(model), candidate, inputs, pushes, mode), found
 
 
 def _analyse(
@@ -256,46 +268,38 @@ def _attached(model: nn.Module, found: list[Attachment], config: AttnResConfig) 
     return model
 
 
-def _without(lost: list[ChainReport], report: AttnResReport, config: AttnResConfig) -> AttnResConfig:
-    return replace(config, chains=[chain.index for chain in report.chains if chain.rewritten and chain not in lost])
-
-
-def _with_lost(report: AttnResReport, lost: list[ChainReport]) -> AttnResReport:
-    refused = [RefusalReport(UNLEARNED, f"chain {chain.index}", chain.where) for chain in lost]
-    return replace(report, refused=(*report.refused, *refused))
-
-
 def _transform_program(program: ExportedProgram, config: AttnResConfig, mode: Mode) -> ExportedProgram:
     if any(name.startswith(f"{ATTRIBUTE}.") for name in program.state_dict):
         raise RefusedError("this program has depth attention already; transform the original program instead")
-    captured, subject = graphs.analyse_program(program, config)
-    report = _report("ExportedProgram", captured.front_end, subject)
-    result = graphs.rewrite_program(captured, subject) if _selected(subject, report) else program
-    if result is not program and mode != "off" and program.example_inputs is not None:
+
+    def attempt(config: AttnResConfig) -> tuple[AttnResReport, list[Check], ExportedProgram]:
+        captured, subject = graphs.analyse_program(program, config)
+        report = _report("ExportedProgram", captured.front_end, subject)
+        if not _selected(subject, report):
+            return report, [], program
+        result = graphs.rewrite_program(captured, subject)
+        if mode == "off" or program.example_inputs is None:
+            return report, [], result
         inputs = Inputs(*program.example_inputs)
-        checks = run_checks(program.module(), result.module(), inputs, None, "quick")
-        if lost := _unlearned(report, checks, config):
-            result = _transform_program(program, _without(lost, report, config), mode)
-            result.attnres_report = _with_lost(result.attnres_report, lost)  # type: ignore[attr-defined]
-            return result
-        raise_failures(checks, report.model)
-        report = replace(report, checks=tuple(checks))
+        return report, run_checks(program.module(), result.module(), inputs, None, "quick"), result
+
+    report, result = _settled(attempt, config)
     result.attnres_report = report  # type: ignore[attr-defined]
     return result
 
 
 def _transform_graph(module: fx.GraphModule, inputs: Inputs, config: AttnResConfig, mode: Mode) -> fx.GraphModule:
-    captured, subject = graphs.analyse_graph(module, inputs, config)
-    report = _report(type(module).__name__, captured.front_end, subject)
-    result = graphs.rewrite_graph(subject) if _selected(subject, report) else module
-    if result is not module and (inputs.args or inputs.kwargs):
-        checks = run_checks(shared_copy(module), shared_copy(result), inputs, None, mode)
-        if lost := _unlearned(report, checks, config):
-            result = _transform_graph(module, inputs, _without(lost, report, config), mode)
-            result.attnres_report = _with_lost(result.attnres_report, lost)  # type: ignore[arg-type, assignment]
-            return result
-        raise_failures(checks, report.model)
-        report = replace(report, checks=tuple(checks))
+    def attempt(config: AttnResConfig) -> tuple[AttnResReport, list[Check], fx.GraphModule]:
+        captured, subject = graphs.analyse_graph(module, inputs, config)
+        report = _report(type(module).__name__, captured.front_end, subject)
+        if not _selected(subject, report):
+            return report, [], module
+        result = graphs.rewrite_graph(subject)
+        if not (inputs.args or inputs.kwargs):
+            return report, [], result
+        return report, run_checks(shared_copy(module), shared_copy(result), inputs, None, mode), result
+
+    report, result = _settled(attempt, config)
     result.attnres_report = report  # type: ignore[assignment]
     return result
 

@@ -157,8 +157,10 @@ def _on_any_strides(name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """A view as a reshape: the sources may be stored otherwise than their sum, which the model knows how to view."""
     if name == "view_as":
         return lambda v: aten.reshape_as.default(v, *rest, **kwargs)
+    if name not in ("view", "_unsafe_view"):
+        return None
     sizes = list(_sizes(rest, kwargs))
-    return (lambda v: aten.reshape.default(v, sizes)) if name in ("view", "_unsafe_view") else None
+    return lambda v: aten.reshape.default(v, sizes)
 
 
 def _sizes(rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
