@@ -1,14 +1,17 @@
-"""The rows of a zoo: what both routes make of a model, measured in a process of its own with a time limit."""
+"""The rows of a zoo: what both routes make of a model. Each has a process of its own, several run at a time."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import multiprocessing
+import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -134,29 +137,52 @@ def go_on(
     parser.add_argument("names", nargs="*")
     parser.add_argument("--limit", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     wanted = options.names or [name for name in every if name not in rows(file)]
-    for name in track(wanted[: 0 if options.table else options.limit], "models"):
-        row = in_process(every[name], measure, options.seconds)
+    wanted = wanted[: 0 if options.table else options.limit]
+    found = in_processes([every[name] for name in wanted], measure, options.seconds, options.workers)
+    for row in track(found, "models", total=len(wanted)):
         with file.open("a") as lines:
             lines.write(json.dumps(row) + "\n")
     return rows(file)
 
 
-def in_process(row: Row, measure: Callable[[Row], Row], limit: float) -> Row:
-    """The row, measured in a process that is ended after ``limit`` seconds."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(measure(row)))
-    process.start()
-    found = row | {"status": "time limit", "reason": f"no result after {limit:.0f} s"}
-    if receiver.poll(limit):
-        try:
-            found = receiver.recv()
-        except EOFError:
-            found |= {"status": "failed", "reason": "the process ended without a result"}
-    process.kill()
-    process.join()
+def in_processes(given: list[Row], measure: Callable[[Row], Row], limit: float, workers: int) -> Iterator[Row]:
+    """The rows as they come, each measured in a process of its own that is ended after ``limit`` seconds."""
+    waiting, running = given[::-1], dict[Connection, tuple[Row, BaseProcess, float]]()
+    while waiting or running:
+        while waiting and len(running) < workers:
+            row = waiting.pop()
+            receiver, sender = multiprocessing.Pipe(duplex=False)
+            process = multiprocessing.get_context("fork").Process(target=_send, args=(sender, measure, row))
+            process.start()
+            # Of the pipe's end that the process has there is no other: what it never sends is then seen as its end.
+            sender.close()
+            running[receiver] = row, process, time.monotonic() + limit
+        first = min(deadline for _, _, deadline in running.values())
+        ready = wait(list(running), max(0.0, first - time.monotonic()))
+        for receiver, (row, process, deadline) in list(running.items()):
+            if receiver not in ready and time.monotonic() < deadline:
+                continue
+            late = row | {"status": "time limit", "reason": f"no result after {limit:.0f} s"}
+            found = _received(receiver, row) if receiver in ready else late
+            process.kill()
+            process.join()
+            del running[receiver]
+            yield found
+
+
+def _send(sender: Connection, measure: Callable[[Row], Row], row: Row) -> None:
+    sender.send(measure(row))
+
+
+def _received(receiver: Connection, row: Row) -> Row:
+    try:
+        found: Row = receiver.recv()
+    except EOFError:
+        return row | {"status": "failed", "reason": "the process ended without a result"}
     return found
 
 
