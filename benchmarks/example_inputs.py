@@ -103,8 +103,8 @@ class _Maker:
         return torch.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) * 7 % (vocabulary - 4) + 4
 
     def images(self, frames: bool) -> Tensor:
-        found = _find(self.config, ("image_size", "crop_size", "img_size"))
-        height, width = found if isinstance(found, list | tuple) else (found or 32,) * 2
+        found = _find(self.config, ("image_size", "crop_size", "img_size")) or (32, 32, 256)[self.variant]
+        height, width = found if isinstance(found, list | tuple) else (found,) * 2
         shape = (self.size(("num_frames",), 2),) if frames else ()
         return torch.randn(BATCH, *shape, self.size(("num_channels", "in_channels"), 3), height, width)
 

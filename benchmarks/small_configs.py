@@ -49,7 +49,7 @@ WIDTHS: Sizes = (
 )
 # The smallest first.
 SMALL = COUNTS + WIDTHS
-FORMS = (SMALL, COUNTS + IMAGES, COUNTS, IMAGES, ())
+FORMS = (SMALL, COUNTS + IMAGES, COUNTS, ())
 # A config may leave these to its user.
 UNSET = {"vocab_size": VOCABULARY, "num_experts_per_tok": 2, "n_routed_experts": EXPERTS, "n_shared_experts": 1}
 TOKENS = {"pad_token_id": 1, "mask_token_id": 2}
@@ -63,9 +63,9 @@ def shrunk(config: Any, sizes: Sizes = SMALL) -> Any:
 
     Args:
         config: any; it stays as it is.
-        sizes: one of ``FORMS``.
+        sizes: one of ``FORMS``; with none of them the config stays as it is.
     """
-    return type(config)(**_changed(config, sizes))
+    return config if not sizes else type(config)(**_changed(config, sizes))
 
 
 def _changed(config: Any, sizes: Sizes) -> dict[str, Any]:
