@@ -111,7 +111,7 @@ def made_from(kind: Any, config: Any) -> nn.Module:
     """A model of this class with random parameters, moved away from zeros and ones."""
     if kind.config_class is not None and not isinstance(config, kind.config_class):
         parts = [getattr(config, part) for part in getattr(config, "sub_configs", {})]
-        config = next(part for part in parts if isinstance(part, kind.config_class))
+        config = next((part for part in parts if isinstance(part, kind.config_class)), config)
     if "LMHead" in kind.__name__ and hasattr(config, "is_decoder"):
         config.is_decoder = True
     with torch.device("meta"), contextlib.suppress(NotImplementedError, RuntimeError):
