@@ -80,8 +80,8 @@ def uncovered(row: Row, route: str) -> list[str]:
     outcome = row.get(route, row)
     if "uncovered" in outcome:
         return list(outcome["uncovered"])
-    lines = [line.strip().removeprefix("refused: ") for line in outcome["reason"].splitlines() if line.strip()]
-    refusals = [line for line in lines if any(line.startswith(reason) for reason in RIGHT)]
+    lines = [line.strip() for line in outcome["reason"].splitlines() if line.strip()]
+    refusals = [line.removeprefix("refused: ") for line in lines if line.startswith("refused: ")]
     return refusals if outcome["status"] == "refused" and refusals else lines[:1]
 
 
