@@ -77,8 +77,7 @@ def transform(
         graph: Any = _transform_graph(model, _inputs_of_graph(model, example_inputs), config, verify)
         return graph
     inputs = _example_inputs(model, example_inputs)
-    captured = capture(model, inputs)
-    report, found = _settled(lambda config: _attempt(model, captured, inputs, config, verify), config)
+    report, found = _settled(lambda config: _attempt(model, inputs, config, verify), config)
     result = model if inplace else shared_copy(model)
     if found:
         attach(result, found, key_norm=config.key_norm)
@@ -109,8 +108,7 @@ def inspect(model: nn.Module | ExportedProgram, example_inputs: Any = None, **op
     if isinstance(model, fx.GraphModule):
         captured, subject = graphs.analyse_graph(model, _inputs_of_graph(model, example_inputs), config)
         return _report(type(model).__name__, captured.front_end, subject)
-    inputs = _example_inputs(model, example_inputs)
-    return _analyse(model, capture(model, inputs), inputs, config)[0]
+    return _analyse(model, _example_inputs(model, example_inputs), config)[0]
 
 
 def pass_by_pass(
@@ -213,10 +211,10 @@ def _settled(attempt: Attempt[T], config: AttnResConfig) -> tuple[AttnResReport,
 
 
 def _attempt(
-    model: nn.Module, captured: Captured, inputs: Inputs, config: AttnResConfig, mode: Mode
+    model: nn.Module, inputs: Inputs, config: AttnResConfig, mode: Mode
 ) -> tuple[AttnResReport, list[Check], list[Attachment]]:
     """The report, the checks of a copy, and what to attach."""
-    report, found, pushes = _analyse(model, captured, inputs, config)
+    report, found, pushes = _analyse(model, inputs, config)
     if not found:
         return report, [], found
     candidate = _attached(shared_copy(model), found, config)
@@ -224,9 +222,10 @@ def _attempt(
 
 
 def _analyse(
-    model: nn.Module, captured: Captured, inputs: Inputs, config: AttnResConfig
+    model: nn.Module, inputs: Inputs, config: AttnResConfig
 ) -> tuple[AttnResReport, list[Attachment], dict[int, int]]:
     """The report, what to attach, and the adds per chain. Changes nothing."""
+    captured = capture(model, inputs)
     report, found, pushes = _found(model, captured, inputs, config, outermost=True)
     if found and _pushes(model, found, inputs, config) != pushes:
         # A module that only reads in the graph may still hand the stream on; its parts then read for themselves.

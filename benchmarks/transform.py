@@ -103,8 +103,10 @@ def rounded(values: list[float]) -> list[float]:
 def main() -> None:
     """Each measurement in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["time", "memory"], choices=["time", "memory"])
-    wanted = parser.parse_args().what
+    # Not a default list, which argparse would look for among the choices.
+    parser.add_argument("what", nargs="?", choices=["time", "memory"], help="both where nothing is named")
+    what = parser.parse_args().what
+    wanted = [what] if what else ["time", "memory"]
     results: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     results["torch"] = torch.__version__
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
