@@ -260,7 +260,7 @@ def exported(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("route", ["live", "program", "graph"])
 def test_a_chain_that_would_learn_nothing(route: str) -> None:
-    """It is left out with the reason, and the other one is rewritten; of a model of such chains nothing is left."""
+    """It is left out with the reason, and the other one is rewritten; where `chains=` asks for it, it is refused."""
     model = seeded(Codes)
     subject = {"live": lambda: model, "program": lambda: exported(model), "graph": lambda: exported(model).module()}
     result: Any = ac.transform(subject[route](), None if route == "program" else (X,))
